@@ -29,9 +29,11 @@ NOT_IN_TEST := tests/slurm tests/browser
 ALONE := tests/test_leftovers.py
 EACH := $(filter-out tests/dist tests/unit $(NOT_IN_TEST),$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py) \
 	$(patsubst %/,%,$(wildcard tests/dist/*/)) $(wildcard tests/dist/test_*.py)
-AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
-# These wait for Slurm and ssh most of their time.
-ON_NODES := tests/slurm tests/dist/nodes/test_session_hosts.py
+BY_FILE := --dist loadfile --no-loadscope-reorder
+# These wait for Slurm and ssh most of their time; those that take longest come first.
+LONGEST_ON_NODES := $(addprefix tests/slurm/test_,sites.py requeue.py session.py) \
+	tests/dist/nodes/test_session_hosts.py $(addprefix tests/slurm/test_,follow.py watch.py)
+ON_NODES := $(LONGEST_ON_NODES) $(filter-out $(LONGEST_ON_NODES),$(wildcard tests/slurm/test_*.py))
 
 # The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
@@ -66,18 +68,18 @@ pictures: $(BROWSER_READY) ## draw docs/pictures anew, from real runs and a real
 test: $(READY) ## every test, with a seeded tenth of the soak
 	@$(COMPILE_CHANGED)
 	status=0; $(PYTEST) $(ALONE) || status=$$?; \
-	$(PYTEST) $(AT_A_TIME) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) \
+	$(PYTEST) -n 3 $(BY_FILE) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) \
 		$(filter-out $(FIRST) $(ALONE) %/__pycache__,$(EACH)) tests/unit || status=$$?; exit $$status
 
 test-slurm: $(READY) ## jobs and sessions on a real Slurm and over ssh, which it installs (as root, on Debian or Ubuntu)
 	@$(COMPILE_CHANGED)
 	$(BIN)/python -m tests.slurm.install
-	$(PYTEST) $(AT_A_TIME) $(ON_NODES)
+	$(PYTEST) -n 3 $(BY_FILE) $(ON_NODES)
 
 test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
 	$(BIN)/python -m tests.browser.chromium
 	rm -rf out/browser
-	$(PYTEST) tests/browser -m browser
+	$(PYTEST) tests/browser -m browser -n 2 $(BY_FILE)
 
 $(BROWSER_READY): $(READY)
 	$(INSTALL) -e '.[dev,browser]'

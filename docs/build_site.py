@@ -8,6 +8,7 @@ file of the source, moves links to where the pages are, and calls Sphinx. A warn
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
 import posixpath
@@ -15,7 +16,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -45,6 +45,9 @@ _PICTURE = re.compile(
     r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]+)">\s*</picture>'
 )
 _IMAGE = "```{{image}} {path}\n:alt: {alt}\n:class: only-{scheme}\n```\n"
+_SCRIPT = re.compile(r"<script\b[^>]*>(?!</script>).*?(?=</script>)", re.DOTALL)
+_TAG = re.compile(r"<[a-zA-Z][^<>]*>")
+_ATTRIBUTE = re.compile(r'\s(id|href|src)="([^"]*)"')
 _CODE = re.compile(r"(?<![\w`\[/#.])(DDP\d{3})(?![\w`\]])")
 
 
@@ -196,21 +199,14 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-class _Page(HTMLParser):
+class _Page:
     """The ids of a page, and what it links to."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.links: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002
-        for name, value in attrs:
-            if name == "id" and value:
-                self.ids.add(value)
-            if name in ("href", "src") and value:
-                self.links.append(value)
+        tags = "".join(_TAG.findall(_SCRIPT.sub("", path.read_text(encoding="utf-8"))))
+        attributes = [(name, html.unescape(value)) for name, value in _ATTRIBUTE.findall(tags) if value]
+        self.ids = {value for name, value in attributes if name == "id"}
+        self.links = [value for name, value in attributes if name != "id"]
 
 
 def find_broken_links(site: Path) -> list[str]:

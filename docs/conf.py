@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import posixpath
 from importlib.metadata import version as version_of
 from pathlib import Path
+from typing import Any
 
 project = "ddpilot"
 author = "the authors of ddpilot"
@@ -34,3 +36,26 @@ html_js_files = [("message_search.js", {"defer": "defer"})]  # after searchtools
 html_permalinks_icon = "#"
 pygments_style = "default"
 pygments_dark_style = "github-dark"
+
+
+_menus: dict[tuple[str, str], str] = {}
+
+
+def share_menu(app: Any, page: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:
+    """Make the menu once for all pages of a folder that are not in it: Sphinx resolves all its links again for each."""
+    if "orphan" not in app.env.metadata.get(page, {}):
+        return
+    make = context["toctree"]
+
+    def menu(**options: Any) -> str:
+        key = (posixpath.dirname(page), repr(sorted(options.items())))
+        if key not in _menus:
+            _menus[key] = make(**options)
+        return _menus[key]
+
+    context["toctree"] = menu
+
+
+def setup(app: Any) -> None:
+    """Connect `share_menu` before the theme reads the menu."""
+    app.connect("html-page-context", share_menu, priority=100)

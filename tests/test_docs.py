@@ -157,14 +157,13 @@ COMMANDS = [
 ]
 
 OFTEN = (
-    "faq: Expected to have finished reduction in the prior iteration",
     "faq: Works on one node and not on two",
     "faq: Address already in use",
     "faq: Expected all tensors to be on the same device",
     "faq: Out of memory on GPU 0 only",
     "README: Find out why a torchrun job hangs",
 )
-"""The quick ones, one that watch explains and one of guard; the soak runs the others as well."""
+"""The quick ones, and one that watch explains; the soak runs the others as well."""
 MIGRATE = ROOT / "docs" / "migrate"
 
 
@@ -233,7 +232,7 @@ def test_every_block_runs_or_says_why_not() -> None:
 
 OFTEN_PAGES = (
     *("README.md", "docs/faq.md", "docs/tutorials/function.md", "docs/how_to/jupyter.md", "docs/how_to/loop.md"),
-    *("docs/how_to/trainer.md", "docs/how_to/checkpoints.md", "docs/how_to/hang.md"),
+    "docs/how_to/hang.md",
 )
 """Those read first; the commands and methods of the others have tests of their own, and the soak runs their cells."""
 PAGES_WITH_CELLS = [page for page in PAGES if cells_and_outputs(page) and not NEEDS.search(page.read_text())]

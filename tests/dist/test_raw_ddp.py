@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import torch
 
 import ddpilot
 from examples import raw_ddp
+from tests.dist.launching.scripts import Outcome, finish, started
 from tests.soak import soak
 
 SCRIPT = Path(raw_ddp.__file__)
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def train_in_float64(*args: Any) -> dict[str, Any]:
@@ -32,11 +32,10 @@ def launch(num_ranks: int, fn: Any, *args: Any) -> Any:
     return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=60).run(fn, *args)
 
 
-def run(*argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, at most 80 seconds."""
-    words = [str(word) for word in argv]
-    environ = {**os.environ, **environment}
-    return subprocess.run(words, capture_output=True, text=True, timeout=80, check=False, env=environ)
+def run(folder: Path, *words: object, **environment: str) -> Outcome:
+    """Run a command in `folder` to its end, at most 80 seconds."""
+    with started(words, folder, {**os.environ, **environment}) as process:
+        return finish(process)
 
 
 def losses_said(text: str) -> list[float]:
@@ -46,8 +45,8 @@ def losses_said(text: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Any:
-    """What 2 launched ranks return after 2 epochs in single precision."""
-    return launch(2, raw_ddp.train, 2)
+    """What 2 launched ranks return after an epoch in single precision."""
+    return launch(2, raw_ddp.train, 1)
 
 
 @pytest.mark.timeout(120)
@@ -75,14 +74,14 @@ def test_raw_ddp_depends_on_the_world_size_when_each_rank_keeps_its_own_batch_st
 def test_raw_ddp_under_torchrun_ends_with_the_weights_of_a_launch(tmp_path: Path, two_ranks: Any) -> None:
     """2 ranks of torchrun and 2 of ours: the same weights, read from the checkpoint that rank 0 wrote."""
     done = run(
-        TORCHRUN, "--standalone", "--nproc-per-node", 2, "--log-dir", tmp_path / "logs",
-        SCRIPT, "--epochs", 2, "--checkpoint", tmp_path / "last.pt",
+        tmp_path, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "--log-dir", tmp_path / "logs",
+        SCRIPT, "--epochs", 1, "--checkpoint", tmp_path / "last.pt",
         OMP_NUM_THREADS="1",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert losses_said(done.stdout) == pytest.approx(two_ranks[0]["losses"], abs=1e-4)
+    assert done.code == 0, done.err
+    assert losses_said(done.out) == pytest.approx(two_ranks[0]["losses"], abs=1e-4)
     saved = torch.load(tmp_path / "last.pt", weights_only=True)
-    assert saved["epoch"] == 1
+    assert saved["epoch"] == 0
     for name, weight in two_ranks[0]["weights"].items():
         torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=1e-6)
     assert [path.name for path in tmp_path.glob("last*")] == ["last.pt"]
@@ -92,20 +91,20 @@ def test_raw_ddp_under_torchrun_ends_with_the_weights_of_a_launch(tmp_path: Path
 @soak
 def test_raw_ddp_alone_trains_like_two_ranks(tmp_path: Path, two_ranks: Any) -> None:
     """Plain `python raw_ddp.py` is one rank, and its curve is that of two, to single precision."""
-    done = run(sys.executable, SCRIPT, "--epochs", 2, "--checkpoint", tmp_path / "last.pt")
-    assert done.returncode == 0, done.stderr
-    assert losses_said(done.stdout) == pytest.approx(two_ranks[0]["losses"], abs=1e-3)
-    assert "1 rank(s) on cpu" in done.stdout
-    assert done.stderr == ""
+    done = run(tmp_path, sys.executable, SCRIPT, "--epochs", 1, "--checkpoint", tmp_path / "last.pt")
+    assert done.code == 0, done.err
+    assert losses_said(done.out) == pytest.approx(two_ranks[0]["losses"], abs=1e-3)
+    assert "1 rank(s) on cpu" in done.out
+    assert done.err == ""
 
 
 @pytest.mark.timeout(60)
-def test_raw_ddp_says_what_to_use_when_sync_batch_norm_is_asked_for_on_a_cpu() -> None:
+def test_raw_ddp_says_what_to_use_when_sync_batch_norm_is_asked_for_on_a_cpu(tmp_path: Path) -> None:
     """No traceback from torch's depths: one sentence, and an exit status that a script can test."""
-    done = run(sys.executable, SCRIPT, "--epochs", 1, "--norm", "sync", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1
-    assert "SyncBatchNorm needs GPUs, and this rank trains on cpu. Use --norm batch" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run(tmp_path, sys.executable, SCRIPT, "--epochs", 1, "--norm", "sync", CUDA_VISIBLE_DEVICES="")
+    assert done.code == 1
+    assert "SyncBatchNorm needs GPUs, and this rank trains on cpu. Use --norm batch" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_save_checkpoint_keeps_the_old_file_when_writing_fails(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ from ddpilot.diagnose.doctor import doctor
 from ddpilot.diagnose.ranks import check_values, examine_rank
 from ddpilot.findings.finding import Finding
 from ddpilot.launching.rank_environment import count_cores
+from tests.dist.forked import start_forked
+from tests.dist.launching.scripts import finish, started
+from tests.dist.run.commands import TORCHRUN
 from tests.ports import kept_port
 
 SLOW = "DDP807"
@@ -165,10 +168,10 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_ranks_of_torchrun_are_one_job_of_which_rank_0_speaks() -> None:
     """One JSON report, and status 0; the port is that of torchrun's agent."""
     words = ["--standalone", "--nproc-per-node", "2", "-m", "ddpilot", "doctor", "--nodes", "--json"]
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    with started([*TORCHRUN, *words], Path.cwd(), os.environ) as process:
+        done = finish(process, 120)
+    assert done.code == 0, done.out + done.err
+    report = json.loads(done.out)
     lines = {line["check"]: line["found"] for line in report["lines"]}
     assert report["title"] == "doctor: 2 ranks on 1 node"
     assert lines["topology"].startswith("rank 0 of 2 on 1 node(s): torchrun's variables: RANK=0, WORLD_SIZE=2")
@@ -194,11 +197,10 @@ def test_the_function_returns_the_same_on_all_ranks_and_can_be_called_again(tmp_
     script = tmp_path / "twice.py"
     script.write_text(TWICE)
     words = ["--standalone", "--nproc-per-node", "2", str(script)]
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    environ = {**os.environ, "FOLDER": str(tmp_path)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 [0, 0] True", "rank 1 [0, 0] False"]
+    with started([*TORCHRUN, *words], tmp_path, {**os.environ, "FOLDER": str(tmp_path)}) as process:
+        done = finish(process, 120)
+    assert done.code == 0, done.out + done.err
+    assert sorted(done.out.splitlines()) == ["rank 0 [0, 0] True", "rank 1 [0, 0] False"]
 
 
 @pytest.mark.timeout(150)
@@ -231,14 +233,14 @@ def test_a_rank_that_loses_rank_0_says_so() -> None:
     """Ranks 0 and 1 of 3 wait for the third one, and rank 0 is killed."""
     with kept_port() as port:
         job = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        job |= {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "ddpilot", "doctor", "--nodes", "--timeout-s", "60", "--json"]
         ranks = [
-            subprocess.Popen(
+            start_forked(
                 command,
                 # Rank 1 speaks for a node of its own.
-                env={**os.environ, **job, "RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+                {**os.environ, **job, "RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
                 stdout=subprocess.PIPE,
-                text=True,
             )
             for rank in "01"
         ]

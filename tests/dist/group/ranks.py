@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import multiprocessing
@@ -150,6 +151,7 @@ def _read(folder: Path, codes: list[int]) -> tuple[list[Any], list[int], list[st
 
 def _be_rank(body: str, args: tuple[Any, ...], environ: dict[str, str], path: Path) -> None:
     os.setsid()
+    gc.freeze()  # as a rank server does: a search for live models then passes over what torch has imported
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

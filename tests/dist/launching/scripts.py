@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
+from tests.dist.forked import start_forked
+
 LIMIT_S = 80.0
+_LAUNCHERS = ("-m ddpilot run ", "-m torch.distributed.run ")
 
 
 @dataclass(frozen=True)
@@ -34,19 +37,24 @@ class Outcome:
 
 @contextlib.contextmanager
 def started(
-    words: Sequence[object], folder: Path, env: Mapping[str, str], stdin: IO[str] | int | None = None
+    words: Sequence[object],
+    folder: Path,
+    env: Mapping[str, str],
+    stdin: IO[str] | int | None = None,
+    *,
+    is_fresh: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """The command while it runs, in `folder`; killed at the end, with its group. Its input is this process's."""
-    process = subprocess.Popen(
-        [str(word) for word in words],
-        cwd=folder,
-        env=env,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """The command while it runs, in `folder`; killed at the end, with its group. Its input is this process's.
+
+    A launcher of scripts is forked from this process, unless `is_fresh`.
+    """
+    command = [str(word) for word in words]
+    streams: dict[str, Any] = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    streams |= {"cwd": folder, "start_new_session": True}
+    if not is_fresh and " ".join(command[1:]).startswith(_LAUNCHERS) and command[0] == sys.executable:
+        process = start_forked(command, env, **streams)
+    else:
+        process = subprocess.Popen(command, env=env, text=True, **streams)
     try:
         yield process
     finally:

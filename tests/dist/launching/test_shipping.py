@@ -225,7 +225,8 @@ assert len(back) == 5000 and all(float(back[f"layer{i}"][0]) == i + 1 for i in r
 many = ddpilot.launch(lambda: [torch.full((1,), i) for i in range(70_000)], nproc_per_node=1)[0]
 assert int(many[69_999]) == 69_999
 resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, 256))
-kept = [ddpilot.launch(lambda i=i: torch.full((1000,), i), nproc_per_node=2) for i in range(NUM)]
+launcher = ddpilot.Launcher(nproc_per_node=2, watch=False)
+kept = [launcher.run(lambda i=i: torch.full((1000,), i)) for i in range(NUM)]
 held = [results[0] for results in kept]
 assert [int(tensor[0]) for tensor in held] == list(range(NUM))
 print(len(os.listdir("/proc/self/fd")) < 30)

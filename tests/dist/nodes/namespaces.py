@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.dist.nodes.forked import ForkedProcess, fork_command
+from tests.dist.forked import start_forked
 
 OURS = (sys.executable, "-m", "ddpilot")
 DDPILOT = (*OURS, "run")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-_WITHOUT_RANK = ("run", "profile", "scale")
-"""Commands that compute nothing in their own process; `doctor` is a rank itself."""
 _GONE_S = 10.0
 
 
@@ -40,7 +39,7 @@ def ip(*words: str) -> str:
 class Agent:
     """A launcher in one namespace, and what it has printed so far."""
 
-    process: subprocess.Popen[str] | ForkedProcess
+    process: subprocess.Popen[str]
     name: str
     describe_all: Callable[[], str] = str
     """What is shown where this one does not do what it should: of all nodes, since the reason may be elsewhere."""
@@ -122,12 +121,12 @@ class TwoNodes:
         """Start `command` in a namespace, with its output in one stream."""
         words = list(map(str, command))
         full = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        process: subprocess.Popen[str] | ForkedProcess
-        if words[:3] == [*OURS] and words[3] in _WITHOUT_RANK:
-            process = fork_command(words[3:], self._names[node], full)
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        if words[:3] in ([*TORCHRUN], [*OURS]):
+            process = start_forked(words, full, namespace=self._names[node], stdin=subprocess.DEVNULL, **streams)
         else:
             words = ["ip", "netns", "exec", self._names[node], *words]
-            process = subprocess.Popen(words, env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            process = subprocess.Popen(words, env=full, text=True, **streams)
         agent = Agent(process, f"node {node}", self.describe)
         reader = threading.Thread(target=agent.read_all, daemon=True)
         reader.start()

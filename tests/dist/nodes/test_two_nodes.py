@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.nodes.namespaces import DDPILOT, TORCHRUN, Agent, TwoNodes, example, two_nodes
-from tests.soak import IS_SOAK
+from tests.soak import soak
 
 LIMIT_S = 60.0
 STEPS = """
@@ -59,17 +59,15 @@ def losses(text: str) -> list[str]:
     return re.findall(r"loss [\d.]+", text)
 
 
-@pytest.mark.soak
+@soak
 @pytest.mark.timeout(240)
 def test_run_trains_the_example_on_two_nodes(nodes: TwoNodes) -> None:
-    """Over the interface that `ddpilot run` detects. In the soak also with torchrun, which needs it to be set."""
+    """Over the interface that `ddpilot run` detects, and with torchrun, which needs it to be set."""
     a, b = start_both(nodes, example(), "--epochs", 1)
     assert [a.wait(100), b.wait(100)] == [0, 0], a.text + b.text
     assert losses(a.text) != []
     assert "[rank 0] test accuracy" in a.text
     assert "2 rank(s) on cpu" in a.text
-    if not IS_SOAK:
-        return
     plain = [
         nodes.start(
             node,

@@ -30,20 +30,21 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def started(words: Sequence[object], folder: Path, **more: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    """The command while it runs, in `folder`; killed at the end; its ranks go with it."""
+    """The command while it runs, in `folder`; killed at the end; its ranks go with it. A launcher is forked."""
     return scripts.started(words, folder, environment(**more))
 
 
 def run_fresh(folder: Path, *words: object, **more: str) -> Outcome:
     """`ddpilot run` with `words` in a process of its own, to its end."""
-    with started([*RUN, *words], folder, **more) as process:
+    with scripts.started([*RUN, *words], folder, environment(**more), is_fresh=True) as process:
         return finish(process)
 
 
 def run(folder: Path, *words: object, **more: str) -> Outcome:
     """`ddpilot run` with `words`, to its end: the ranks are processes, and this one, which has torch, their parent.
 
-    A parent of its own takes 1.5 s to import torch; `run_fresh` and `started` are for what tests of the parent look at.
+    A parent of its own takes 1.5 s to import torch; `started` forks one, and `run_fresh` is for what
+    differs in a process that has forked nothing.
     """
     variables = environment(**more)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:

@@ -14,6 +14,7 @@ import pytest
 from tests.dist.launching.scripts import finish
 from tests.dist.run.commands import RUN, run, started, write
 from tests.ports import kept_port
+from tests.soak import soak
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "raw_ddp.py"
 REDUCE = """
@@ -26,6 +27,7 @@ dist.destroy_process_group()
 """
 
 
+@soak
 @pytest.mark.timeout(180)
 def test_run_trains_as_plain_python_does(tmp_path: Path) -> None:
     """The words of the guide: the curve of two ranks, printed by rank, is that of one process."""

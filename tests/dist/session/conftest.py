@@ -35,6 +35,18 @@ def step():
 """A cell with a live DDP model; `step()` trains it by one step."""
 
 
+HOLD_GIL = """
+import ctypes, time
+def hold_gil(seconds):
+    # Not a sleep, which a signal ends: C++ code that waits for a lock goes on waiting.
+    libc, lock, until = ctypes.PyDLL(None), ctypes.create_string_buffer(64), (ctypes.c_long * 2)()
+    until[0] = int(time.time() + seconds)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_timedlock(lock, until)
+"""
+"""A cell that defines an operation in C which holds the GIL, and costs no CPU time."""
+
+
 class Kept(View):
     """A view that shows nothing and keeps everything; `times_s` has the monotonic time of every error."""
 

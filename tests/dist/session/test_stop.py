@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from ddpilot import LaunchInterrupted, RankError, Session
-from tests.dist.session.conftest import MODEL, Kept, pressing_stop, stopping_once_noted
+from tests.dist.session.conftest import HOLD_GIL, MODEL, Kept, pressing_stop, stopping_once_noted
+from tests.soak import IS_SOAK
 
 Start = Callable[..., Session]
 
@@ -62,13 +63,13 @@ def test_stop_while_some_ranks_wait_for_the_others_to_enter_the_group(start: Sta
 def test_a_rank_that_nothing_stops_is_killed_at_the_second_press(start: Start, view: Kept) -> None:
     """C code that holds the GIL; one press waits for it, and the others keep their variables."""
     session = start(2)
-    session.execute("kept = rank; group.barrier()")
+    session.execute(HOLD_GIL + "kept = rank; group.barrier()")
     with (
         stopping_once_noted(session, view, "waiting for rank 1, in an operation that cannot be interrupted"),
         pressing_stop(0.3),
         pytest.raises(LaunchInterrupted, match="rank 1 was killed"),
     ):
-        session.execute("if rank == 1: sum(range(10**12))\ngroup.barrier()")
+        session.execute("if rank == 1: hold_gil(100)\ngroup.barrier()")
     assert any("killing rank 1, which did not respond" in note for note in view.notes)
     assert session.status()[1].reason == "was killed by ddpilot because it did not respond"
     session.restart(1)
@@ -78,9 +79,9 @@ def test_a_rank_that_nothing_stops_is_killed_at_the_second_press(start: Start, v
 def test_one_press_during_a_long_operation_costs_no_variable(start: Start, view: Kept) -> None:
     """It ends with the operation, as in Jupyter, and the process group is as it was."""
     session = start(2)
-    session.execute("group.barrier(); before = id(group.process_group)")
+    session.execute(HOLD_GIL + "group.barrier(); before = id(group.process_group)")
     with pressing_stop(0.3), pytest.raises(LaunchInterrupted, match="raised KeyboardInterrupt"):
-        session.execute("sum(range(3 * 10**8))\nwhile True: pass")
+        session.execute("hold_gil(5)\nwhile True: pass")
     session.execute("assert before == id(group.process_group)")
     assert not [note for note in view.notes if note.startswith(("killing", "the process group"))]
 
@@ -88,9 +89,10 @@ def test_one_press_during_a_long_operation_costs_no_variable(start: Start, view:
 def test_a_second_press_takes_the_next_steps_at_once(start: Start, view: Kept) -> None:
     """The grace periods are skipped."""
     session = start(2)
+    session.execute(HOLD_GIL)
     began_s = time.monotonic()
     with pressing_stop(0.3, 0.6), pytest.raises(LaunchInterrupted, match="was killed"):
-        session.execute("sum(range(10**12))")
+        session.execute("hold_gil(100)")
     assert time.monotonic() - began_s < LIMIT_S
 
 
@@ -112,6 +114,7 @@ def test_stop_while_data_loader_workers_run_leaves_none_behind(start: Start, req
     session.execute("batch = next(iter(loader)); assert batch.shape == (2, 1)")
 
 
+@pytest.mark.soak
 def test_a_stop_as_a_cell_begins_is_not_lost(start: Start, view: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the cell's first line, while workers are started, in the midst of a queue's locks: none needs a second."""
     for step in ("_FREE_AFTER_STOP_S", "_AGAIN_AFTER_STOP_S", "_KILL_UNRESPONSIVE_AFTER_S", "_KILL_AFTER_S"):
@@ -122,9 +125,10 @@ def test_a_stop_as_a_cell_begins_is_not_lost(start: Start, view: Kept, monkeypat
         "import time\nfrom torch.utils.data import DataLoader\n"
         "class Slow:\n    def __len__(self): return 400\n    def __getitem__(self, at): time.sleep(0.05); return at"
     )
-    for number in range(20):
+    num_stops = 40 if IS_SOAK else 10
+    for number in range(num_stops):
         # Where this process is slower than the timer, it is stopped before it has sent the cell.
-        with pytest.raises((LaunchInterrupted, KeyboardInterrupt)), pressing_stop(0.005 + 0.002 * number):
+        with pytest.raises((LaunchInterrupted, KeyboardInterrupt)), pressing_stop(0.005 + 0.04 * number / num_stops):
             session.execute("for _ in DataLoader(Slow(), num_workers=2): pass")
     assert set(view.notes) <= {"interrupting ranks 0,1", "interrupting rank 0", "interrupting rank 1"}
 
