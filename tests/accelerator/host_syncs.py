@@ -7,13 +7,14 @@ import os
 from typing import Any
 
 from ddpilot import Launcher
+from tests.preload import PRELOAD
 
 NUM_STEPS = 16
 
 
 def count_with(loop: str, num_rounds: int, options: dict[str, Any]) -> list[list[dict[str, int]]]:
     """By rank: the host's waits in each of `num_rounds` times 16 steps of `loop`, the name of a function here."""
-    launcher = Launcher(nproc_per_node=2, output="silent", timeout_s=120, **options)
+    launcher = Launcher(nproc_per_node=2, output="silent", timeout_s=120, preload=PRELOAD, **options)
     return [list(found) for found in launcher.run(globals()[loop], num_rounds)]
 
 

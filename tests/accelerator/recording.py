@@ -11,11 +11,12 @@ from ddpilot import Launcher
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
+from tests.preload import PRELOAD
 
 
 def on_ranks(function: str, num_ranks: int) -> list[Any]:
     """What `function`, named here, returns on each rank."""
-    launcher = Launcher(nproc_per_node=num_ranks, output="silent", timeout_s=120)
+    launcher = Launcher(nproc_per_node=num_ranks, output="silent", timeout_s=120, preload=PRELOAD)
     return list(launcher.run(globals()[function]))
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from ddpilot import Launcher
 from tests.accelerator import SITE, environment, saving, why_not
+from tests.preload import PRELOAD
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -27,7 +28,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(fn: Any, *args: Any) -> Any:
     """What one rank with two devices returned."""
-    return Launcher(nproc_per_node=1, timeout_s=200).run(fn, *args)[0]
+    return Launcher(nproc_per_node=1, timeout_s=200, preload=PRELOAD).run(fn, *args)[0]
 
 
 def test_copies_from_two_devices_are_exact_through_every_window() -> None:

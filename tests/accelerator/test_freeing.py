@@ -12,6 +12,7 @@ from ddpilot import Launcher
 from tests.accelerator import SITE, environment, why_not
 from tests.accelerator.bodies import free_while_waiting, train
 from tests.dist.run.commands import run
+from tests.preload import PRELOAD
 from tests.soak import often
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
@@ -46,7 +47,7 @@ def test_launch_trains_on_one_device_per_rank_with_the_cpus_numbers(
 ) -> None:
     """Device and backend are found by what torch registers, without a word about them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch's optimizers would set it
-    found = Launcher(nproc_per_node=num_ranks, env=environment(num_ranks), timeout_s=100).run(train)
+    found = Launcher(nproc_per_node=num_ranks, env=environment(num_ranks), timeout_s=100, preload=PRELOAD).run(train)
     assert [each["device"] for each in found] == [f"emu:{rank}" for rank in range(num_ranks)]
     assert {each["backend"] for each in found} == {"cpu:gloo,emu:eccl"}
     for each in found:
@@ -55,7 +56,8 @@ def test_launch_trains_on_one_device_per_rank_with_the_cpus_numbers(
 
 def test_freeing_lets_a_wait_for_the_device_return_and_no_step_is_taken_with_what_came(tmp_path: Path) -> None:
     """`item()` returns without an error, as with NCCL; the next step and the next collective raise."""
-    said = Launcher(nproc_per_node=2, env=environment(2), timeout_s=100).run(free_while_waiting, tmp_path / "done")[0]
+    launcher = Launcher(nproc_per_node=2, env=environment(2), timeout_s=100, preload=PRELOAD)
+    said = launcher.run(free_while_waiting, tmp_path / "done")[0]
     assert said[0] == "item returned"
     assert said[1] == "aborted ('0',), stuck ()"
     assert "GroupError: [rank 0] taking a step of an optimizer: the process group was freed" in said[2]
@@ -65,7 +67,7 @@ def test_freeing_lets_a_wait_for_the_device_return_and_no_step_is_taken_with_wha
 def test_ranks_that_share_a_device_are_refused_where_gloo_cannot_take_it() -> None:
     """Two ranks and one device: said before anything starts on it, with what to do."""
     with pytest.raises(Exception, match="several ranks share one|share"):
-        Launcher(nproc_per_node=2, env=environment(1), timeout_s=100).run(train)
+        Launcher(nproc_per_node=2, env=environment(1), timeout_s=100, preload=PRELOAD).run(train)
 
 
 SCRIPT = """

@@ -10,11 +10,13 @@ import pytest
 
 from ddpilot import Launcher
 from tests.accelerator import SITE, environment, training, why_not
+from tests.preload import PRELOAD
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
     pytest.mark.timeout(400),
 ]
+NO_DEVICE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +29,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(fn: Any, *args: Any) -> Any:
     """What each of two ranks returned, which have a device each."""
-    return Launcher(nproc_per_node=2, timeout_s=300).run(fn, *args)
+    return Launcher(nproc_per_node=2, timeout_s=300, preload=PRELOAD).run(fn, *args)
 
 
 def run_on_cpu(fn: Any) -> Any:
     """What one rank without the device returned."""
-    return Launcher(nproc_per_node=1, timeout_s=300, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).run(fn)[0]
+    return Launcher(nproc_per_node=1, timeout_s=300, preload=PRELOAD, env=NO_DEVICE).run(fn)[0]
 
 
 def test_loop_gives_the_numbers_of_the_cpu() -> None:
@@ -69,7 +71,7 @@ def test_a_nan_is_reported_on_all_ranks_and_never_reaches_the_weights() -> None:
 
 def test_a_loss_with_ignored_targets_and_no_count_is_refused_once_the_device_has_come_to_it() -> None:
     """Within the pass, for its first batch; the host does not wait for it."""
-    ((num, said),) = Launcher(nproc_per_node=1, timeout_s=300).run(training.train_on_ignored_targets)
+    ((num, said),) = Launcher(nproc_per_node=1, timeout_s=300, preload=PRELOAD).run(training.train_on_ignored_targets)
     assert num <= 8
     assert "in batch 0 of epoch 0: the loss contains a cross entropy that ignores targets of -100 and" in said
 

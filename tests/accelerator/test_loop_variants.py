@@ -12,12 +12,14 @@ import pytest
 from ddpilot import Launcher
 from ddpilot.checkpoint.directory import CheckpointDir
 from tests.accelerator import SITE, environment, loops, training, why_not
+from tests.preload import PRELOAD
 from tests.soak import soak
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
     pytest.mark.timeout(400),
 ]
+NO_DEVICE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +30,12 @@ def _site_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(fn: Any, *args: Any, num_ranks: int = 2) -> Any:
     """What each rank returned, which have a device each."""
-    return Launcher(nproc_per_node=num_ranks, timeout_s=300, env=environment(num_ranks)).run(fn, *args)
+    return Launcher(nproc_per_node=num_ranks, timeout_s=300, env=environment(num_ranks), preload=PRELOAD).run(fn, *args)
 
 
 def run_on_cpu(fn: Any, num_ranks: int = 1) -> Any:
     """What rank 0 of ranks without a device returned."""
-    return Launcher(nproc_per_node=num_ranks, timeout_s=300, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).run(fn)[0]
+    return Launcher(nproc_per_node=num_ranks, timeout_s=300, preload=PRELOAD, env=NO_DEVICE).run(fn)[0]
 
 
 @soak

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.accelerator import environment, why_not
-from tests.soak import soak
+from tests.accelerator import why_not
+from tests.accelerator.on_device import call
+from tests.soak import IS_SOAK, soak
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -63,26 +60,36 @@ if __name__ == "__main__":
 """
 
 
-def check(folder: Path, *changes: tuple[str, str]) -> dict[str, Any]:
-    """What the doctor finds about the script with these texts replaced, on two devices."""
+CHANGES: dict[str, list[tuple[str, str]]] = {
+    "right": [],
+    "class weights": [("torch.ones(3).to(device)", 'torch.ones(3).to("emu:0")')],
+    "targets": [("x.to(device), y.to(device)", "x.to(device), y")],
+    "attribute": [('self.register_buffer("scale", torch.ones(16))', "self.scale = torch.ones(16)")],
+}
+LEFT_ON_CPU = [
+    ("Net().to(device), device_ids=[local_rank]", "Net()"),
+    ("x, y = x.to(device), y.to(device)", "pass"),
+    ("torch.ones(3).to(device)", "torch.ones(3)"),
+]
+
+
+def changed(*changes: tuple[str, str]) -> str:
+    """The script with these texts replaced."""
     text = SCRIPT
     for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    (folder / "train.py").write_text(text)
-    command = [sys.executable, "-m", "ddpilot", "doctor", "train.py", "-n", "2", "--updates", "2", "--workers", "0"]
-    done = subprocess.run(
-        [*command, "--json"],
-        cwd=folder,
-        env={**os.environ, **environment(2)},
-        capture_output=True,
-        text=True,
-        timeout=160,
-        check=False,
-    )
-    assert done.stdout, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return text
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the doctor finds about each of the scripts, on two devices."""
+    kinds = CHANGES | ({"left on the CPU": LEFT_ON_CPU} if IS_SOAK else {})
+    scripts = {name: changed(*changes) for name, changes in kinds.items()}
+    folder = str(tmp_path_factory.mktemp("scripts"))
+    printed = call("tests.accelerator.doctoring:check_all", folder, scripts, limit_s=160)
+    return {name: json.loads(text) for name, text in printed.items()}
 
 
 def wrong_rung(found: dict[str, Any]) -> dict[str, Any]:
@@ -91,18 +98,17 @@ def wrong_rung(found: dict[str, Any]) -> dict[str, Any]:
     return dict(rung)
 
 
-def test_a_right_script_has_all_tensors_on_its_devices(tmp_path: Path) -> None:
+def test_a_right_script_has_all_tensors_on_its_devices(found: dict[str, dict[str, Any]]) -> None:
     """Parameters, buffer, input, target and class weights are counted."""
-    found = check(tmp_path)
-    by_letter = {each["rung"]: each for each in found["rungs"]}
-    assert by_letter["d"]["status"] == "ok", found
+    by_letter = {each["rung"]: each for each in found["right"]["rungs"]}
+    assert by_letter["d"]["status"] == "ok", by_letter
     assert by_letter["d"]["evidence"] == ("4 parameters, 1 buffer, 1 input, 1 target, 1 loss weight: on emu:0, emu:1")
-    assert by_letter["e"]["status"] == "ok", found
+    assert by_letter["e"]["status"] == "ok", by_letter
 
 
-def test_class_weights_on_the_first_device_are_named_at_d(tmp_path: Path) -> None:
+def test_class_weights_on_the_first_device_are_named_at_d(found: dict[str, dict[str, Any]]) -> None:
     """One process does not show it: its device is the first one."""
-    rung = wrong_rung(check(tmp_path, ("torch.ones(3).to(device)", 'torch.ones(3).to("emu:0")')))
+    rung = wrong_rung(found["class weights"])
     assert rung["rung"] == "d", rung
     (finding,) = rung["findings"]
     assert finding["code"] == "DDP118"
@@ -111,32 +117,26 @@ def test_class_weights_on_the_first_device_are_named_at_d(tmp_path: Path) -> Non
     assert finding["place"]["text"] == "loss = F.cross_entropy(model(x), y, weight=weight)"
 
 
-def test_targets_that_were_not_moved_are_named(tmp_path: Path) -> None:
+def test_targets_that_were_not_moved_are_named(found: dict[str, dict[str, Any]]) -> None:
     """One process fails with them already."""
-    rung = wrong_rung(check(tmp_path, ("x.to(device), y.to(device)", "x.to(device), y")))
+    rung = wrong_rung(found["targets"])
     assert rung["rung"] == "a", rung
     (finding,) = rung["findings"]
     assert finding["code"] == "DDP412"
     assert finding["evidence"][0] == "target `y` of cross_entropy is on cpu in rank 0, where emu:0 computes"
 
 
-def test_a_plain_attribute_that_did_not_move_with_the_model_is_named(tmp_path: Path) -> None:
+def test_a_plain_attribute_that_did_not_move_with_the_model_is_named(found: dict[str, dict[str, Any]]) -> None:
     """In full, as the program reaches it."""
-    rung = wrong_rung(check(tmp_path, ('self.register_buffer("scale", torch.ones(16))', "self.scale = torch.ones(16)")))
+    rung = wrong_rung(found["attribute"])
     (finding,) = rung["findings"]
     assert finding["evidence"][0] == "attribute `model.scale` is on cpu in rank 0, where emu:0 computes"
 
 
 @soak
-def test_a_model_that_was_left_on_the_cpu_is_named_layer_by_layer(tmp_path: Path) -> None:
+def test_a_model_that_was_left_on_the_cpu_is_named_layer_by_layer(found: dict[str, dict[str, Any]]) -> None:
     """It runs, on the wrong device."""
-    found = check(
-        tmp_path,
-        ("Net().to(device), device_ids=[local_rank]", "Net()"),
-        ("x, y = x.to(device), y.to(device)", "pass"),
-        ("torch.ones(3).to(device)", "torch.ones(3)"),
-    )
-    rung = wrong_rung(found)
+    rung = wrong_rung(found["left on the CPU"])
     assert rung["rung"] == "d", rung
     names = [line.partition("`")[2].partition("`")[0] for line in rung["findings"][0]["evidence"]]
     assert names[:5] == ["model.scale", "model.body.weight", "model.body.bias", "model.head.weight", "model.head.bias"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ddpilot.checkpoint.directory import CheckpointDir
 from tests.accelerator import SITE, environment, why_not
 from tests.accelerator.trainers import Limits, Places, Wide, data_with_nan, evaluate_then_fit, make_adam, make_noisy
 from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer, train_plainly
+from tests.preload import BESIDES_TRAINER, PRELOAD
 from tests.soak import often
 
 pytestmark = [
@@ -38,10 +40,10 @@ def site_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launcher(num_ranks: int) -> ddpilot.Launcher:
     """Ranks with a device each, with a hard limit."""
-    return ddpilot.Launcher(timeout_s=100, env=environment(num_ranks))
+    return ddpilot.Launcher(timeout_s=100, env=environment(num_ranks), preload=BESIDES_TRAINER)
 
 
-@often("4")
+@often("2")  # four devices: of `Launcher` in test_freeing.py
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_trainer_has_the_numbers_of_a_plain_loop_on_the_cpu(num_ranks: int) -> None:
     """Losses, weights, their average, moments and metrics of three epochs, to 1e-10, with clipping and accumulation."""
@@ -115,8 +117,9 @@ def test_an_update_of_trainer_makes_the_host_wait_for_nothing() -> None:
 
 def test_a_trainer_on_a_rank_keeps_its_optimizer_when_it_is_asked_before_it_trains() -> None:
     """Parameters stay the same objects when the model moves, also to a device that torch does not know itself."""
-    ((_, expected),) = ddpilot.Launcher(nproc_per_node=1, timeout_s=100, env=NO_DEVICE).run(evaluate_then_fit)
-    found = ddpilot.Launcher(nproc_per_node=2, timeout_s=100, env=environment(2)).run(evaluate_then_fit)
+    on_cpu = ddpilot.Launcher(nproc_per_node=1, timeout_s=100, env=NO_DEVICE, preload=PRELOAD)
+    ((_, expected),) = on_cpu.run(evaluate_then_fit)
+    found = replace(launcher(2), nproc_per_node=2, preload=PRELOAD).run(evaluate_then_fit)
     for place, weights in found:
         assert place == "emu"
         assert weights == pytest.approx(expected, rel=1e-10)

@@ -18,26 +18,29 @@ pytestmark = [
 ]
 
 HANGS_AND_MISMATCHES = (
-    *("collective_under_rank_guard", "early_stop_one_rank", "killed_rank", "op_mismatch", "size_mismatch"),
-    *("swallowed_exception", "uneven_inputs", "receive_without_send"),
+    *("early_stop_one_rank", "op_mismatch", "size_mismatch", "swallowed_exception"),
+    *("uneven_inputs", "receive_without_send"),
 )
 """`group_order` of the zoo is no hang here, where both groups' collectives are queued before anyone waits; in
 `unused_on_one_rank` and `uneven_inputs_and_exit` a rank may come to its end before anything waits for the device."""
 MORE_MISMATCHES = (
     *("dtype_mismatch", "reduce_op_mismatch", "root_mismatch", "unequal_batches_known", "groups_in_turn"),
+    *("collective_under_rank_guard", "killed_rank"),
 )
-"""The rule that names the others names these; over gloo each test of the zoo has them."""
+"""The rule that names the others names these, and no device has a part in a process that is killed; over gloo each
+test of the zoo has them."""
 PROVEN = ("one_computes", "root_needs_all")
-WRONG_NUMBERS = ("bypass", "two_forwards", "changed_after_wrap", "nan_on_one_rank", "accumulation_synced")
+WRONG_NUMBERS = ("bypass", "nan_on_one_rank")
 MORE_WRONG_NUMBERS = (
     *("no_sync_left_on", "step_on_one_rank", "never_wrapped", "frozen_after_wrap", "parameter_shape_differs"),
+    *("two_forwards", "changed_after_wrap", "accumulation_synced"),
 )
 
-RIGHT = (
-    *("plain_ddp", "several_groups", "root_goes_on", "receiver_computes"),
-    *("accumulation", "clipped_and_scaled", "closure_accumulation"),
+RIGHT = ("plain_ddp", "several_groups", "root_goes_on", "receiver_computes", "accumulation")
+MORE_RIGHT = (
+    *("one_rank_is_late", "asynchronous", "gan", "loaded_on_all_ranks", "two_optimizers"),
+    *("clipped_and_scaled", "closure_accumulation"),
 )
-MORE_RIGHT = ("one_rank_is_late", "asynchronous", "gan", "loaded_on_all_ranks", "two_optimizers")
 NOT_SAID = ("link_is_slow", "ends_unread")
 
 
@@ -48,7 +51,7 @@ def wrong() -> dict[str, list[str]]:
     found: dict[str, list[str]] = call(
         "tests.accelerator.zoo:judge_all", cases, (*RIGHT, *NOT_SAID, *(MORE_RIGHT * IS_SOAK)), limit_s=390
     )
-    assert len(found) >= 24
+    assert len(found) >= 17
     return found
 
 

@@ -15,6 +15,7 @@ from benchmarks.leftovers import unused_shared_memory
 from ddpilot.errors import LaunchError, LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
+from tests.preload import PRELOAD
 from tests.zoo.plain import run_as_main
 
 _WITHOUT = re.compile(r"^# without: (.+)$", re.MULTILINE)
@@ -91,8 +92,7 @@ def run_watched(
         timeout_s=limit_s,
         on_finding=keep,
         stall_warn_s=stall_warn_s,
-        # DDP's constructor imports the first: seconds in each rank. Other tests' server has the second as well.
-        preload=("torch._dynamo", "torch.distributed.optim"),
+        preload=PRELOAD,
     )
     began_s = time.monotonic()
     error: LaunchError | RankError | None = None

@@ -21,6 +21,7 @@ from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
 from ddpilot.watch.report import ReportHistory
+from tests.preload import PRELOAD
 
 NUM_RANKS = 2
 Program = Callable[[Path], None]
@@ -28,8 +29,7 @@ Program = Callable[[Path], None]
 
 def run_all(folder: Path, programs: Sequence[Program]) -> dict[str, list[Finding]]:
     """The findings on each of `programs`, by name; each begins with a guard of its own, in one launch."""
-    preload = ("torch._dynamo", "torch.distributed.optim")  # what the server of other tests has
-    launcher = ddpilot.Launcher(nproc_per_node=NUM_RANKS, timeout_s=100, preload=preload, watch=False)
+    launcher = ddpilot.Launcher(nproc_per_node=NUM_RANKS, timeout_s=100, preload=PRELOAD, watch=False)
     launcher.run(_run_on_rank, folder, list(programs))
     return {program.__name__: judge(folder, program.__name__) for program in programs}
 

@@ -18,6 +18,7 @@ from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import read_journal
 from ddpilot.watch.report import ReportHistory
 from tests.dist.guard import programs
+from tests.preload import PRELOAD
 
 LIMIT_S = 100
 RIGHT = [program.__name__ for program in programs.RIGHT]
@@ -51,10 +52,7 @@ class Ran(NamedTuple):
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """One launch that runs all programs."""
     folder = tmp_path_factory.mktemp("programs")
-    # The first optimizer of a process imports torch's compiler; the sharded one imports more.
-    launcher = ddpilot.Launcher(
-        nproc_per_node=2, timeout_s=LIMIT_S, watch=False, preload=("torch._dynamo", "torch.distributed.optim")
-    )
+    launcher = ddpilot.Launcher(nproc_per_node=2, timeout_s=LIMIT_S, watch=False, preload=PRELOAD)
     results = launcher.run(programs.run_programs, str(folder), [*programs.WRONG, *RIGHT])
     return Ran(folder, [result[0] for result in results], [result[1] for result in results])
 

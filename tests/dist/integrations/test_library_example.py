@@ -14,6 +14,7 @@ import ddpilot
 from tests.dist.launching.scripts import run_script
 from tests.notebook.executed import execute, stream
 from tests.notebook.stored import find_differences
+from tests.preload import PRELOAD
 
 LIBRARY = Path(__file__).parents[3] / "examples" / "library"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -73,7 +74,7 @@ def move_wrapped() -> str:
 
 def test_ensure_on_device_refuses_to_move_a_ddp_module() -> None:
     """Its buckets would not be moved; on its own device it is accepted."""
-    said = ddpilot.Launcher(nproc_per_node=1, backend="gloo").run(move_wrapped)[0]
+    said = ddpilot.Launcher(nproc_per_node=1, backend="gloo", preload=PRELOAD).run(move_wrapped)[0]
     assert said == (
         "moving DistributedDataParallel to cuda:0: it is a DistributedDataParallel module on cpu, where its gradient "
         "buckets would stay. Move the plain module, then wrap it"

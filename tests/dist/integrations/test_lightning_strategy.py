@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.dist.group.ending import END
+from tests.conftest import COLLECT
 from tests.dist.launching.scripts import finish, run_script, running, wait_until
 from tests.soak import often
 
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
 ENV = {"PYTHONPATH": os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH"))))}
+pytestmark = pytest.mark.timeout(300)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 SET_UP = """
@@ -75,11 +76,20 @@ else:
     trainer.predict(net, loader(5))
 """
 
+TELL_PAUSES = """
+import time
+def tell_pause(seconds, sleep=time.sleep):
+    print("paused", file=sys.stderr, flush=True)
+    sleep(seconds)
+time.sleep = tell_pause
+print("the end", file=sys.stderr, flush=True)
+"""
+
 
 def told(*sources: str, folder: Path, library: str = "lightning", **how: Any) -> list[dict[str, Any]]:
     """The objects that `sources` printed, one each, one after the other in one process."""
     source = "".join((SET_UP, *sources)).replace("LIBRARY", library)
-    outcome = run_script(source, folder, env=ENV, limit_s=100, **how)
+    outcome = run_script(source, folder, env=ENV, limit_s=240, **how)
     lines = [line for line in outcome.out.splitlines() if line.startswith("told ")]
     assert len(lines) == len(sources), outcome
     return [json.loads(line.removeprefix("told ")) | {"stderr": outcome.err} for line in lines]
@@ -87,17 +97,19 @@ def told(*sources: str, folder: Path, library: str = "lightning", **how: Any) ->
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What three of the programs below told, which share a process: to import Lightning there and in its rank server
-    takes 6 s.
+    """What the programs below told, which share a process: to import Lightning there and in its rank server takes
+    6 s.
     """
-    programs = {"train": TRAIN, "errors": ERRORS, "again": AGAIN}
+    programs = {"train": TRAIN, "errors": ERRORS, "again": AGAIN, "mapped": MAPPED}
     return dict(zip(programs, told(*programs.values(), folder=tmp_path_factory.mktemp("here")), strict=True))
 
 
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same script, where torchrun has started the ranks."""
-    (facts,) = told(TRAIN, folder=tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
+    """The same script, where torchrun has started the ranks, and how they end: they collect garbage at exit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(COLLECT)
+        (facts,) = told(TRAIN + TELL_PAUSES, folder=tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
     return facts
 
 
@@ -107,17 +119,11 @@ def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) 
     assert under_torchrun["steps"] == 6
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.usefixtures("collects_at_exit")
-def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
+def test_strategy_lets_gloos_threads_end_under_torchrun(under_torchrun: dict[str, Any]) -> None:
     """Lightning does not destroy its gloo group, and torch aborts a process if a thread still frees its tensors."""
-    trainer = 'library.Trainer(devices=1, strategy="ddpilot", **quiet)\n'
-    source = (SET_UP + trainer + END).replace("LIBRARY", "lightning")
-    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
-    assert "paused" in run_script(source, tmp_path, env=ENV, module=module).out.partition("the end")[2]
+    assert "paused" in under_torchrun["stderr"].partition("the end")[2]
 
 
-@pytest.mark.timeout(240)
 @often("lightning")
 @pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
 def test_strategy_trains_as_torchrun_does(
@@ -175,7 +181,6 @@ tell(plain=plain, ours=with_ours)
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_trainer_fits_again_as_on_one_device(here: dict[str, dict[str, Any]]) -> None:
     """Progress, metrics, callbacks, checkpoints and the log's file are those of fits in this process."""
     assert here["again"]["ours"] == here["again"]["plain"]
@@ -185,10 +190,13 @@ MAPPED = """
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.fabric import Fabric
+import lightning.fabric.connector as fabric_connector
+from lightning.pytorch.trainer.connectors import accelerator_connector
 class OfALibrary(DDPStrategy):  # as RF-DETR has one
     def _configure_launcher(self): self._launcher = _MultiProcessingLauncher(self, start_method="spawn")
 def make(strategy): return library.Trainer(devices=2, strategy=strategy, max_epochs=1, **quiet)
 before = dict(StrategyRegistry), _MultiProcessingLauncher.launch, _MultiProcessingLauncher.is_interactive_compatible
+accelerator_connector._IS_INTERACTIVE = fabric_connector._IS_INTERACTIVE = True  # what Lightning knows notebooks by
 try: make(OfALibrary())
 except Exception as error: refused = type(error).__name__
 ours.use_for_notebooks()
@@ -212,9 +220,9 @@ tell(refused=refused, kinds=kinds, options=made[-1]._ddp_kwargs, object=[trainer
 """
 
 
-def test_use_for_notebooks_maps_names_and_objects_and_takes_it_back(tmp_path: Path) -> None:
+def test_use_for_notebooks_maps_names_and_objects_and_takes_it_back(here: dict[str, dict[str, Any]]) -> None:
     """Names become ours with their options; an object that a library made keeps its class, and its ranks start."""
-    (facts,) = told(MAPPED, folder=tmp_path, prefix=("env", "PYTHONSTARTUP="), module=("-i",))
+    facts = here["mapped"]
     assert facts["refused"] == "MisconfigurationException"
     assert facts["kinds"] == ["DdpilotStrategy"] * 5
     assert facts["options"] == {"find_unused_parameters": True}
@@ -253,7 +261,6 @@ tell(**found)
 """
 
 
-@pytest.mark.timeout(120)
 def test_errors_state_the_fix(here: dict[str, dict[str, Any]]) -> None:
     """What cannot travel by its path in the user's objects, unused parameters with our names, several nodes."""
     facts = here["errors"]

@@ -14,6 +14,9 @@ import pytest
 
 from ddpilot.cli.tune_command import Runner
 from ddpilot.profiler.rank.overrides import Call, Trial
+from tests.dist.in_process import Run, run_command
+
+__all__ = ["run_command"]
 
 SCRIPT = Path(__file__).with_name("tunable.py")
 NUM_UPDATES = 12
@@ -97,13 +100,13 @@ def test_an_interrupt_ends_with_what_is_known() -> None:
     assert "bucket_cap_mb=10  " in printed
 
 
-def test_what_cannot_be_tuned_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_tuned_is_refused(tmp_path: Path, run_command: Run) -> None:
     """Too few updates of a run; a script that fails as it is."""
-    done = subprocess.run(command(SCRIPT, "--updates", 5), capture_output=True, text=True, timeout=60, check=False)
+    done = run_command("tune", SCRIPT, "--updates", 5)
     assert (done.returncode, "reading --updates" in done.stderr) == (2, True)
     broken = tmp_path / "broken.py"
     broken.write_text("import torch\nraise ValueError('broken')\n")
-    done = subprocess.run(command(broken, "-n", 1), capture_output=True, text=True, timeout=100, check=False)
+    done = run_command("tune", broken, "-n", 2)
     assert 'broken.py", line 2' in done.stderr
     assert "ValueError: broken" in done.stderr
     assert "rank_main" not in done.stderr

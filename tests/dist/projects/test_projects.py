@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,20 @@ import torch
 
 import ddpilot
 from tests.dist.projects.supervised import Numbers
+from tests.preload import PRELOAD
 from tests.soak import IS_SOAK, often
 
 SUBJECTS = ("vision", "language", "sampling", "generative", "losses", "optimizing")
-WORLD_SIZES = (1, 2, 3) if IS_SOAK else (1, 3)
+WORLD_SIZES = (1, 2, 3) if IS_SOAK else (3,)
 BAR = 1e-10
 LIMIT_S = 120
-SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
+SHIM = Path(__file__).parents[2] / "notebook" / "shims" / "sitecustomize.py"
 """transformers imports torchvision, which a torch for the CPU cannot always load."""
 
 
 def run_all(subject: str, way: str) -> dict[str, Numbers]:
     """The numbers of each project of a subject, "by_hand" or "with_loop". Runs on every rank."""
+    runpy.run_path(str(SHIM))
     torch.set_default_dtype(torch.float64)
     projects = importlib.import_module(f"tests.dist.projects.{subject}").PROJECTS
     return {name: getattr(project, way)() for name, project in projects.items()}
@@ -31,13 +34,7 @@ def run_all(subject: str, way: str) -> dict[str, Numbers]:
 
 def launch(num_ranks: int, subject: str, way: str) -> Any:
     """What every rank returned; an error of guard or watch ends it."""
-    launcher = ddpilot.Launcher(
-        nproc_per_node=num_ranks,
-        timeout_s=LIMIT_S,
-        preload=("torch._dynamo",),
-        env={"PYTHONPATH": str(SHIMS)},
-        on_finding="stop",
-    )
+    launcher = ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=LIMIT_S, preload=PRELOAD, on_finding="stop")
     return launcher.run(run_all, subject, way)
 
 

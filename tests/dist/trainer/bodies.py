@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import ddpilot
 from ddpilot.data.global_batches import Plan
+from tests.preload import BESIDES_TRAINER
 
 NUM_SAMPLES = 53
 """With a global batch of 8: six full batches and one of five; accumulation groups 3, 3 and 1."""
@@ -23,7 +24,7 @@ DECAY = 0.9
 
 def launcher() -> ddpilot.Launcher:
     """With a hard limit."""
-    return ddpilot.Launcher(timeout_s=100)
+    return ddpilot.Launcher(timeout_s=100, preload=BESIDES_TRAINER)
 
 
 def make_data(num_samples: int = NUM_SAMPLES, first: int = 0) -> TensorDataset:

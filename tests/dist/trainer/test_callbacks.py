@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddpilot import Launcher, RankError, Trainer
+from ddpilot import RankError, Trainer
 from ddpilot.callbacks import (
     BestWeights,
     Callback,
@@ -36,6 +36,7 @@ from ddpilot.callbacks import (
 from ddpilot.checkpoint.weights import load_weights
 from ddpilot.trainer.callbacks.timers import PARTS
 from ddpilot.trainer.run import Run
+from tests.dist.trainer.bodies import launcher
 
 NUM_EPOCHS = 3
 PER_EPOCH = 7
@@ -120,7 +121,7 @@ def make_trainer(folder: Path, *more: Callback) -> tuple[Trainer, dict[str, Call
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
         callbacks=[*callbacks.values(), *more],
-        launcher=Launcher(timeout_s=100),
+        launcher=launcher(),
     )
     return trainer, callbacks
 

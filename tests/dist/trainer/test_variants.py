@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ddpilot
 from ddpilot.errors import LoopError
-from ddpilot.module_names import TRAINER_PRELOAD
 from ddpilot.trainer.callbacks.monitors import Norms
 from tests.dist.trainer.bodies import BATCH_SIZE, launcher, make_data, make_model, make_optimizer, make_trainer
+from tests.preload import PRELOAD
 from tests.soak import often
 
 
@@ -261,7 +261,7 @@ def test_a_trainer_shards_parameters_from_a_notebook_and_on_ranks(tmp_path: Path
     alone, trainer = make_trainer(), make_trainer()
     options: dict[str, Any] = {"global_batch_size": BATCH_SIZE}
     trainer.fit(make_data(), make_data(5), epochs=2, nproc_per_node=2, ddp={"shard": "parameters"}, **options)
-    zero, one = replace(launcher(), nproc_per_node=2, preload=TRAINER_PRELOAD).run(fit_sharded)
+    zero, one = replace(launcher(), nproc_per_node=2, preload=PRELOAD).run(fit_sharded)
     saved: dict[str, Any] = {"ddp": {"shard": "parameters"}, "checkpoint_dir": tmp_path, **options}
     make_trainer().fit(make_data(), make_data(5), epochs=1, nproc_per_node=2, dry_run=True, **saved)
     assert not list(tmp_path.glob("save-*"))
@@ -306,7 +306,7 @@ def fit_on_a_rank() -> dict[str, Any]:
 
 def test_a_trainer_on_a_rank_trains_right_there() -> None:
     """The same code in a launched function: no further ranks, weights of rank 0 first, the same on all afterwards."""
-    zero, one = replace(launcher(), nproc_per_node=2, preload=TRAINER_PRELOAD).run(fit_on_a_rank)
+    zero, one = replace(launcher(), nproc_per_node=2, preload=PRELOAD).run(fit_on_a_rank)
     assert one["predictions"] is one["called"] is None
     assert zero["predictions"].shape == (5, 1)
     assert zero["called"].shape == (1, 1)

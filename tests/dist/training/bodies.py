@@ -14,6 +14,7 @@ import ddpilot
 from benchmarks.same_training import Learnt, train_with_loop
 from benchmarks.small_models import loss_fn, make_data
 from ddpilot.training.loop import Loop
+from tests.preload import PRELOAD
 
 LIMIT_S = 600 if os.environ.get("DDPILOT_SOAK") else 100
 SHARES = {2: [2.0, 1.0], 4: [3.0, 1.0, 2.0, 1.0]}
@@ -33,10 +34,7 @@ def launch_unwatched(num_ranks: int, fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 def make_launcher(num_ranks: int, *, watch: bool = True) -> ddpilot.Launcher:
     """What `launch` runs functions with."""
-    # The first optimizer of a process imports torch's compiler: seconds for each rank, unless their server has it; and
-    # a sharded one imports more.
-    preload = ("torch._dynamo", "torch.distributed.optim")
-    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=LIMIT_S, preload=preload, watch=watch)
+    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=LIMIT_S, preload=PRELOAD, watch=watch)
 
 
 def train_all(num_updates: dict[torch.dtype, int]) -> dict[torch.dtype, dict[str, Learnt]]:

@@ -21,6 +21,7 @@ from ddpilot.training.models.sharding import ParameterSharding
 from ddpilot.training.models.shards import local_parts
 from ddpilot.training.step.averaging import Averaging
 from tests.dist.training.bodies import launch
+from tests.soak import often
 
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 SHARDED = ParameterSharding(min_parameters=8)
@@ -105,6 +106,7 @@ def all_ways(folder: Path) -> list[dict[str, Any]]:
     return [plainly(), with_loop(), in_parts(folder)]
 
 
+@often("3")
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_averages_are_those_of_plain_pytorch(num_ranks: int, tmp_path: Path) -> None:
     """EMA, also later and not at each update, and SWA by epochs, with BatchNorm statistics; resumed in the middle."""

@@ -111,7 +111,7 @@ def flatten(model: nn.Module) -> torch.Tensor:
     return torch.cat([value.reshape(-1) for value in model.state_dict().values()])
 
 
-@often("1", "3")
+@often("3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_buffers_train_as_in_one_process(num_ranks: int) -> None:
     """A counter and a power iteration, on all ranks, though some ranks have no sample of the last batch."""

@@ -123,7 +123,7 @@ def with_loop_all() -> list[tuple[list[float], torch.Tensor]]:
     return [*(with_loop(kind) for kind in MAKERS), with_loop("lbfgs", counts=True)]
 
 
-@often("1", "3")
+@often("3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_closures_and_plateaus_train_as_in_one_process(num_ranks: int) -> None:
     """LBFGS with a line search and without, SAM; learning rates that a plateau lowers; ranks without samples."""

@@ -166,7 +166,7 @@ def expected() -> Any:
 
 
 @pytest.mark.timeout(100)
-@often("1", "3")
+@often("3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_combined_loaders_train_as_in_plain_pytorch(num_ranks: int, expected: Any) -> None:
     """Losses and weights in each way to combine them, and with accumulation."""

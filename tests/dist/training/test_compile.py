@@ -26,9 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one graph": {"compile": {**AOT, "fullgraph": True}},
     "buckets of 1 MiB": {"compile": AOT, "bucket_cap_mb": 1},
-    "static graph": {"compile": AOT, "static_graph": True},
-    "unused": {"compile": AOT, "find_unused_parameters": True},
-    "layers": {"compile": AOT, "shard": LAYERS},
+    "static graph": {"compile": EAGER, "static_graph": True},
+    "unused": {"compile": EAGER, "find_unused_parameters": True},
+    "layers": {"compile": EAGER, "shard": LAYERS},
     "sharded whole": {"compile": {**AOT, "dynamic": True}, "shard": "parameters"},
 }
 

@@ -170,7 +170,7 @@ def train(backward: Backward, ddp: dict[str, Any], options: dict[str, Any]) -> t
     return losses, torch.cat([one.detach().reshape(-1) for one in unwrap(model).parameters()])
 
 
-@often("1", "3")
+@often("3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_losses_train_as_in_one_process(num_ranks: int) -> None:
     """Several counts, comparisons over the batch, unused outputs; batches in which all ranks but one have no sample."""

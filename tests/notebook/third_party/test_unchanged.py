@@ -19,7 +19,8 @@ pathlib.Path(f"losses{rank}of{world_size}.json").write_text(json.dumps(losses))
 
 
 @pytest.mark.timeout(240)
-@often("accelerate", "transformers_trainer")  # of Lightning: tests/dist/integrations; plain DDP: tests/dist/session
+# transformers trains by way of accelerate. Of Lightning: tests/dist/integrations; of plain DDP: tests/dist/session.
+@often("accelerate")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[notebook.stem for notebook in NOTEBOOKS])
 def test_losses_on_two_ranks_are_those_of_one_process(notebook: Path, tmp_path: Path) -> None:
     """The library sees a torchrun job, makes or adopts the group by itself, and trains with the same global batch."""
