@@ -162,6 +162,7 @@ OFTEN = (
     "faq: Address already in use",
     "faq: Expected all tensors to be on the same device",
     "faq: Out of memory on GPU 0 only",
+    "lint: Find mistakes before a job runs",
     "README: Find out why a torchrun job hangs",
 )
 """The quick ones, one that watch explains and one of guard; the soak runs the others as well."""
@@ -201,6 +202,12 @@ ANY_FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]+) -->\n)?^```(?P<kind>\w*)[^\n]
 EXCUSE = re.compile(r"not run: (?P<reason>\w.{5,})|run by: (?P<test>[\w/.]+)")
 
 
+def names_page(test: Path, page: Path) -> bool:
+    """True if a test is there and names the page, or reads all pages of its folder."""
+    text = test.read_text() if test.exists() else ""
+    return page.name in text or f'"{page.parent.name}"' in text or test == Path(__file__)
+
+
 def fences_by_fate(page: Path) -> dict[str, list[str]]:
     """Blocks of the page, named by line and text: "run" (here or by another test), "excused", and "neither"."""
     text = page.read_text()
@@ -215,7 +222,7 @@ def fences_by_fate(page: Path) -> dict[str, list[str]]:
         is_run = (
             fence["kind"] == "python" or is_output or (fence["kind"] in ("py", "console") and (has_files or is_site))
         )
-        if is_run or (excuse and excuse["test"] and (ROOT / excuse["test"]).exists()):
+        if is_run or (excuse and excuse["test"] and names_page(ROOT / excuse["test"], page)):
             found["run"].append(name)
             end_of_run = fence.end()
         else:
