@@ -322,6 +322,23 @@ def test_migration_pages_have_their_parts(page: Path) -> None:
         assert len(set(printed)) == 1
 
 
+CALL = re.compile(r"(?<![\w.])(loop|session|trainer)\.([a-z]\w*)\(")
+OTHERS_TRAINER = ("lightning", "transformers")
+"""Pages whose `trainer` is that of a different library."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "CHANGELOG"], ids=lambda page: page.stem)
+def test_pages_call_methods_that_there_are(page: Path) -> None:
+    """In programs, fragments and sentences; and a fragment that does not run here compiles."""
+    text = page.read_text()
+    reference = "".join(each.read_text() for each in (ROOT / "docs" / "reference").glob("*.md"))
+    called = {each for each in CALL.findall(text) if each[0] != "trainer" or page.stem not in OTHERS_TRAINER}
+    assert [f"{name}.{method}" for name, method in called if f"{name.title()}.{method}(" not in reference] == []
+    for kind, code in FENCE.findall(text):
+        if kind == "py":
+            compile(re.sub(r"^%.*\n", "", code, flags=re.MULTILINE), str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
 def test_readme_is_two_screens() -> None:
     """What does not fit has a page of its own."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140
