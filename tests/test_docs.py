@@ -161,6 +161,7 @@ OFTEN = (
     "faq: Address already in use",
     "faq: Expected all tensors to be on the same device",
     "faq: Out of memory on GPU 0 only",
+    "lint: Find mistakes before a job runs",
     "README: Find out why a torchrun job hangs",
 )
 """The quick ones, and one that watch explains; the soak runs the others as well."""
@@ -200,6 +201,12 @@ ANY_FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]+) -->\n)?^```(?P<kind>\w*)[^\n]
 EXCUSE = re.compile(r"not run: (?P<reason>\w.{5,})|run by: (?P<test>[\w/.]+)")
 
 
+def names_page(test: Path, page: Path) -> bool:
+    """True if a test is there and names the page, or reads all pages of its folder."""
+    text = test.read_text() if test.exists() else ""
+    return page.name in text or f'"{page.parent.name}"' in text or test == Path(__file__)
+
+
 def fences_by_fate(page: Path) -> dict[str, list[str]]:
     """Blocks of the page, named by line and text: "run" (here or by another test), "excused", and "neither"."""
     text = page.read_text()
@@ -214,7 +221,7 @@ def fences_by_fate(page: Path) -> dict[str, list[str]]:
         is_run = (
             fence["kind"] == "python" or is_output or (fence["kind"] in ("py", "console") and (has_files or is_site))
         )
-        if is_run or (excuse and excuse["test"] and (ROOT / excuse["test"]).exists()):
+        if is_run or (excuse and excuse["test"] and names_page(ROOT / excuse["test"], page)):
             found["run"].append(name)
             end_of_run = fence.end()
         else:
@@ -312,6 +319,23 @@ def test_migration_pages_have_their_parts(page: Path) -> None:
     else:
         assert len(printed) >= 2
         assert len(set(printed)) == 1
+
+
+CALL = re.compile(r"(?<![\w.])(loop|session|trainer)\.([a-z]\w*)\(")
+OTHERS_TRAINER = ("lightning", "transformers")
+"""Pages whose `trainer` is that of a different library."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "CHANGELOG"], ids=lambda page: page.stem)
+def test_pages_call_methods_that_there_are(page: Path) -> None:
+    """In programs, fragments and sentences; and a fragment that does not run here compiles."""
+    text = page.read_text()
+    reference = "".join(each.read_text() for each in (ROOT / "docs" / "reference").glob("*.md"))
+    called = {each for each in CALL.findall(text) if each[0] != "trainer" or page.stem not in OTHERS_TRAINER}
+    assert [f"{name}.{method}" for name, method in called if f"{name.title()}.{method}(" not in reference] == []
+    for kind, code in FENCE.findall(text):
+        if kind == "py":
+            compile(re.sub(r"^%.*\n", "", code, flags=re.MULTILINE), str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_readme_is_two_screens() -> None:

@@ -78,6 +78,10 @@ PASTED = {
     "ValueError: Expected more than 1 value per channel when training, got input size torch.Size([1, 64])": "DDP501",
     "RuntimeError: DataLoader worker (pid 12345) exited unexpectedly with exit code 1.": "DDP607",
     "RuntimeError: DataLoader timed out after 120 seconds": "DDP213",
+    "slurmstepd: error: *** STEP 4711.0 ON node01 CANCELLED AT 2026-11-28T10:00:00 DUE TO TIME LIMIT ***": "DDP709",
+    "AssertionError: daemonic processes are not allowed to have children": "DDP125",
+    "RuntimeError: context has already been set": "DDP126",
+    "OMP: Error #15: Initializing libiomp5.dylib, but found libomp.dylib already initialized.": "DDP127",
     "_pickle.UnpicklingError: pickle data was truncated": "DDP603",
     "RuntimeError: Cannot re-initialize CUDA in forked subprocess.": "DDP114",
     "[Warning]: destroy_process_group() was not called before program exit.": "DDP605",
@@ -133,6 +137,7 @@ QUERIES = {
     "resume from a checkpoint": "DDP602",
     "Jupyter": "DDP112",
     "Slurm": "DDP102",
+    "Slurm time limit reached": "DDP709",
     "batch norm": "DDP408",
     "segfault": "DDP707",
 }

@@ -97,7 +97,7 @@ def test_docs_have_a_row_for_every_option() -> None:
     """And no others."""
     page = (Path(__file__).parents[3] / "docs" / "how_to" / "data.md").read_text()
     of_loader, of_data_loader = (
-        page.split("## Options")[1].split("## Batch sizes")[0].split("Of `loop.prepare_data_loader")
+        page.split("## Options")[1].split("## Batch sizes")[0].split("Options of `loop.prepare_data_loader")
     )
     for text, names in (
         (of_loader, [field.name for field in fields(LoaderOptions)]),

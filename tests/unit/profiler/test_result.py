@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy
 
 from ddpilot.cli.profile_command import _read_part
 from ddpilot.profiler.result import make_profile
-from ddpilot.profiler.spans_file import TimesWriter
+from ddpilot.profiler.spans_file import TimesWriter, read_times
 from tests.unit.profiler.made_times import MS, NUM_UPDATES, make_times
 from tests.unit.profiler.recordings import write_recording
 
@@ -58,6 +59,16 @@ def test_the_mean_is_stated_if_it_differs_from_the_median() -> None:
     assert "12 ms each (12 to 12)" in even.headline
     uneven = make_profile([make_times(0, {**_PHASES, "data": [0.0, 0.0, 0.0, 40.0]})])
     assert "12 ms each (12 to 52; 22 on average)" in uneven.headline
+
+
+def test_page_shows_a_profile_as_it_is(tmp_path: Path) -> None:
+    """docs/how_to/profile.md has the report of a recording in which rank 1 loads data more slowly, and rows of it."""
+    write_recording(tmp_path, 2, 60)
+    summary = make_profile([read_times(tmp_path, rank) for rank in (0, 1)]).summary.rstrip()
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "profile.md").read_text()
+    assert f"$ ddpilot profile train.py -n 2\n...\n\n{summary}\n```\n" in page
+    (rows,) = re.findall(r"```text\n(B backward.*?)```", page, re.DOTALL)
+    assert set(rows.splitlines()) - {"..."} <= set(summary.splitlines())
 
 
 def test_a_part_is_read_only_if_every_rank_has_written_everything(tmp_path: Path) -> None:

@@ -15,6 +15,20 @@ from ddpilot.source.control_flow import catches_data_end, is_exit, walk_loop
 _ROOTS = {"broadcast": (1, "src"), "broadcast_object_list": (1, "src"), "reduce": (1, "dst"), "gather": (2, "dst"),
           "scatter": (2, "src")}  # fmt: skip
 """Collectives with a root: position and name of the argument."""
+_OF_ONE_TENSOR = {"abs", "cpu", "detach", "double", "float", "item", "mean", "pow", "sqrt", "square", "sum"}
+"""Methods and functions whose result depends on this rank's tensor alone."""
+_LEAVE_AS_IT_IS = _OF_ONE_TENSOR | {
+    "add_scalar",
+    "append",
+    "backward",
+    "info",
+    "isfinite",
+    "isnan",
+    "print",
+    "scale",
+    "str",
+}
+"""Functions that do not change a loss that they are given; any other one may all_reduce it."""
 _HAVE_BUFFERS = ("BatchNorm", "register_buffer", "torchvision.models", "resnet", "efficientnet", "mobilenet")
 
 
@@ -58,6 +72,69 @@ def loop_left_on_some_ranks(facts: Facts) -> Iterator[Report]:
                 test = next(filter(facts.flow.differs, tests))
                 text = f"ranks where `{ast.unparse(test)[:50]}` leave the loop, and the others call"
                 yield Report(node, f"{text} {named[calls[0]]} in its next iteration")
+
+
+@rule("DDP208")
+def loop_left_by_own_loss(facts: Facts) -> Iterator[Report]:
+    """A `break` or `return` that each rank decides by its own loss, after the DDP step of a loop."""
+    steps = [call for call in facts.forwards if _trains(facts, call)]
+    for loop in _loops_around(facts, steps):
+        lines = [_line_within(facts, call, loop) for call in steps if call in {*facts.program.calls_inside(loop)}]
+        for node, tests in walk_loop(loop):
+            if not isinstance(node, (ast.Break, ast.Return)) or any(map(facts.flow.differs, tests)):
+                continue
+            own = next((test for test in tests if _compares_own_loss(facts, test)), None)
+            if own is not None and lines and max(lines) < node.lineno:
+                text = f"`{ast.unparse(own)[:50]}` is decided by each rank's own loss: a rank that leaves alone"
+                yield Report(node, f"{text} is missing in the next backward of the others; all_reduce the loss first")
+
+
+def _compares_own_loss(facts: Facts, test: ast.expr) -> bool:
+    """True if `test` compares a loss of this rank's samples that nothing in the file may have reduced."""
+    sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
+    return any(_is_own_loss(facts, side) for side in sides) and _ranks_have_own_samples(facts, sides)
+
+
+def _is_own_loss(facts: Facts, node: ast.AST, depth: int = 6) -> bool:
+    """True if `node` is computed from the output of a DDP forward, and by functions of one tensor only."""
+    if isinstance(node, ast.BinOp):
+        return any(_is_own_loss(facts, each, depth) for each in (node.left, node.right))
+    if isinstance(node, ast.Name):
+        bindings = facts.program.bindings(node)
+        is_pure = all(each.kind == "value" and each.index is None and each.value is not None for each in bindings)
+        if not (bindings and is_pure and depth) or _may_be_reduced(facts, node.id):
+            return False
+        return all(_is_own_loss(facts, each.value, depth - 1) for each in bindings if each.value is not None)
+    if not isinstance(node, ast.Call) or node in facts.forwards:
+        return node in facts.forwards
+    name = facts.program.name_of(node)
+    is_loss = name.startswith("torch.nn.functional.") or any(
+        made.startswith("torch.nn.") and made.endswith("Loss") for made, _ in facts.program.made_by(node.func)
+    )
+    if is_loss or name in _OF_ONE_TENSOR or getattr(node.func, "id", "") in _OF_ONE_TENSOR:
+        return any(_is_own_loss(facts, each, depth) for each in node.args)
+    is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _OF_ONE_TENSOR
+    return is_method and _is_own_loss(facts, node.func.value, depth)  # type: ignore[attr-defined]
+
+
+def _may_be_reduced(facts: Facts, name: str) -> bool:
+    """True if a variable is passed to a function that may change it in place."""
+    for call in facts.program.nodes[ast.Call]:
+        assert isinstance(call, ast.Call)
+        passed = [each.id for given in call.args for each in ast.walk(given) if isinstance(each, ast.Name)]
+        called = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        if name in passed and called not in _LEAVE_AS_IT_IS:
+            return True
+    return False
+
+
+def _ranks_have_own_samples(facts: Facts, sides: Sequence[ast.expr]) -> bool:
+    """True if the file divides its data between ranks; else the losses may be equal on all ranks."""
+    names = [each for side in sides for each in ast.walk(side) if isinstance(each, ast.Name)]
+    values = [value for name in names for value in facts.program.trace(name)]
+    return bool(facts.program.calls_to("DistributedSampler")) or any(
+        facts.flow.differs(each) for value in values for each in ast.walk(value) if isinstance(each, ast.Name)
+    )
 
 
 def _loops_around(facts: Facts, calls: Iterable[ast.Call]) -> Iterator[Loop]:
