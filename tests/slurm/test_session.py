@@ -119,8 +119,9 @@ def test_a_cancelled_job_is_the_reason_why_its_ranks_are_lost(cluster: Cluster, 
     session = start(1, nodes=2, slurm_options={"job-name": "mine"})
     session.execute("import time")
     threading.Timer(0.5, lambda: cluster.run("scancel", "--name=mine")).start()
-    with pytest.raises(RankError, match=r"ranks 0,1 were lost: job \d+ was cancelled .*`%ddp stop`, then"):
+    with pytest.raises(RankError, match=r"ranks 0,1 were lost: job \d+ was cancelled .*`%ddp stop`, then") as caught:
         session.execute("time.sleep(100)")
+    assert caught.value.host == ""
 
 
 def test_a_job_that_reaches_its_time_limit_is_reported_once(cluster: Cluster, start: Start, view: Kept) -> None:
