@@ -195,7 +195,8 @@ class Execution:
         if ended.exited is not None and not self._outcome.was_aborted:
             self._failures.append(RankEnd(rank=ended.rank, exited=ended.exited, since_s=now))
         elif ended.exited is None and not self._outcome.was_aborted:
-            found, fix = f"rank {ended.rank} is gone: {ended.reason}", "Start the session again"
+            found = f"rank {ended.rank} is gone: {ended.reason}"
+            fix = f"`%ddp restart {ended.rank}` starts it again; other ranks keep their variables"
             ranks: tuple[int, ...] = (ended.rank,)
             if (loss := self._kernels.processes.find_loss(ended.rank)) is not None:
                 found, ranks = loss.text, loss.ranks

@@ -102,8 +102,8 @@ class Host:
             self._loop.stop()
 
     def _tick(self) -> None:
-        if self._link.lost:
-            self._loop.stop()
+        if self._link.lost or (self._ranks is not None and not self._ranks.can_start):
+            self._loop.stop()  # without its rank server the node counts as lost, and is started again for a restart
         elif self._ranks is not None:
             self._files.look([rank for rank in self._placement.ranks if self._ranks.pid(rank) is not None])
 
