@@ -267,10 +267,11 @@ class RankError(DdpilotError, RuntimeError):
     """A rank failed: it raised, exited or was killed. If several ranks failed, the earliest that is not a consequence.
 
     The original exception is chained as `__cause__` if it could be pickled. `rank`: the rank that failed; `host`: name
-    of its machine; `exitcode`: of the process, minus the signal's number if a signal killed it, 1 for an exception;
-    `signal_name`: such as "SIGKILL", or None; `rank_traceback`: text with source lines, in a session with ANSI colors,
-    "" if there is none; `last_lines`: up to 20 lines of the rank's output; `others`: a sentence about the other ranks;
-    `findings`: what the watch has found, as `Findings`, or () if there is nothing.
+    of its machine, "" if ranks of several machines were lost at once; `exitcode`: of the process, minus the signal's
+    number if a signal killed it, 1 for an exception; `signal_name`: such as "SIGKILL", or None; `rank_traceback`: text
+    with source lines, in a session with ANSI colors, "" if there is none; `last_lines`: up to 20 lines of the rank's
+    output; `others`: a sentence about the other ranks; `findings`: what the watch has found, as `Findings`, or () if
+    there is nothing.
     """
 
     def __init__(
@@ -302,7 +303,8 @@ class RankError(DdpilotError, RuntimeError):
 
     def _render_coloured(self) -> str:
         todo = f". {self.fix}" if self.fix else ""
-        parts = [f"{self.found} ({self.did} on {self.host}){todo}"]
+        where = f" on {self.host}" if self.host else ""
+        parts = [f"{self.found} ({self.did}{where}){todo}"]
         if self.rank_traceback:
             parts.append(self.rank_traceback.rstrip())
         num_lines = 5 if self.rank_traceback else len(self.last_lines)

@@ -41,7 +41,7 @@ def test_follow_says_why_a_job_is_pending_and_leaves_it_at_ctrl_c(cluster: Clust
             job_id = second.job_id
             second.process.send_signal(signal.SIGINT)
             assert second.wait() == 130
-            assert f"`ddpilot slurm follow {job_id}` follows it again" in second.err
+            assert f"job {job_id} was not cancelled: `ddpilot slurm follow {job_id}` follows it again" in second.err
             assert cluster.state(job_id) == "PENDING"
             status = cluster.run(*DDPILOT, "status", job_id)
             assert f"job {job_id} is pending: Resources" in status.stdout

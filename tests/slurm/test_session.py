@@ -25,6 +25,7 @@ from ddpilot.session.nodes import tls
 from tests.dist.launching.scripts import wait_until
 from tests.dist.session.conftest import Kept
 from tests.slurm.cluster import Cluster
+from tests.soak import soak
 
 Start = Callable[..., Session]
 
@@ -119,8 +120,9 @@ def test_a_cancelled_job_is_the_reason_why_its_ranks_are_lost(cluster: Cluster, 
     session = start(1, nodes=2, slurm_options={"job-name": "mine"})
     session.execute("import time")
     threading.Timer(0.5, lambda: cluster.run("scancel", "--name=mine")).start()
-    with pytest.raises(RankError, match=r"ranks 0,1 were lost: job \d+ was cancelled .*`%ddp stop`, then"):
+    with pytest.raises(RankError, match=r"ranks 0,1 were lost: job \d+ was cancelled .*`%ddp stop`, then") as caught:
         session.execute("time.sleep(100)")
+    assert caught.value.host == ""
 
 
 def test_a_job_that_reaches_its_time_limit_is_reported_once(cluster: Cluster, start: Start, view: Kept) -> None:
@@ -170,6 +172,27 @@ def test_a_lost_node_is_named_and_the_others_keep_their_variables(cluster: Clust
         session.stop()
         for folder in Path(tempfile.gettempdir()).glob("ddpilot-*"):
             shutil.rmtree(folder)
+
+
+@soak
+def test_a_node_whose_rank_server_was_killed_starts_again_for_a_restart(cluster: Cluster, start: Start) -> None:
+    """Its ranks have ended with the server; the other ranks keep their variables."""
+    session = start(1, nodes=2)
+    session.execute("import torch, torch.distributed as dist; kept = rank + 1")
+    server_pid = next(pid for pid in cluster.node_pids("n2") if any("serve(" in word for word in _command_line(pid)))
+    os.kill(server_pid, signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 1 "):
+        session.execute("import time; time.sleep(100)")
+    wait_until(lambda: _is_lost(session), limit_s=10)
+    session.restart(1)
+    session.execute("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x)")
+    assert session.pull("x.item()") == [2.0, 2.0]
+    assert session.pull("kept", rank=0) == 1
+
+
+def _is_lost(session: Session) -> bool:
+    nodes = session._kernels.processes.nodes
+    return nodes is not None and nodes.node_of(1).is_lost
 
 
 def test_nothing_is_left_when_the_notebook_is_killed(cluster: Cluster, start: Start, tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def _follow(job_id: str) -> int:
         record, summary = follow_job(job_id, show=_show, note=_note)
     except KeyboardInterrupt:
         come_back = f"`ddpilot slurm follow {job_id}` follows it again, `ddpilot slurm cancel {job_id}` ends it"
-        _note(f"job {job_id} keeps running: {come_back}")
+        _note(f"job {job_id} was not cancelled: {come_back}")
         return INTERRUPTED_STATUS
     _note(str(summary))
     return _status(record)

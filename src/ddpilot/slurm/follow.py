@@ -34,6 +34,8 @@ _REASONS = {
     "JobHeldUser": "it is held: scontrol release",
     "JobHeldAdmin": "an administrator holds it",
     "ReqNodeNotAvail": "a node that it needs is down or reserved",
+    "PartitionConfig": "its partition does not have that many nodes, CPUs or GPUs",
+    "PartitionNodeLimit": "its partition allows fewer nodes",
     "PartitionTimeLimit": "its time limit is over the partition's: it will never start",
     "DependencyNeverSatisfied": "the job that it waits for failed: it will never start",
     "launch failed requeued held": "it could not be launched, and is held: scontrol release",

@@ -252,3 +252,11 @@ def test_accounts_of_the_step_tell_how_its_ranks_ended(state: str, code: int, nu
     batch = JobRecord(job_id="7.batch", state="FAILED", exitcode=143)
     step = JobRecord(job_id="7.0", state=state, exitcode=code, exit_signal=number)
     assert summarize_exit(job, steps=[batch, step]).cause == f"job 7 ended (FAILED): {said}"
+
+
+def test_a_job_that_asks_for_more_than_its_partition_has_is_explained() -> None:
+    """Slurm accepts it, and leaves it pending."""
+    record = JobRecord(job_id="12", state="PENDING", reason="PartitionConfig")
+    assert describe_job(record) == (
+        "job 12 is pending: PartitionConfig (its partition does not have that many nodes, CPUs or GPUs)"
+    )

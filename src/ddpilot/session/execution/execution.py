@@ -195,15 +195,18 @@ class Execution:
         if ended.exited is not None and not self._outcome.was_aborted:
             self._failures.append(RankEnd(rank=ended.rank, exited=ended.exited, since_s=now))
         elif ended.exited is None and not self._outcome.was_aborted:
-            found, fix = f"rank {ended.rank} is gone: {ended.reason}", "Start the session again"
+            found = f"rank {ended.rank} is gone: {ended.reason}"
+            fix = f"`%ddp restart {ended.rank}` starts it again; other ranks keep their variables"
+            ranks: tuple[int, ...] = (ended.rank,)
             if (loss := self._kernels.processes.find_loss(ended.rank)) is not None:
-                found = loss.text
-                again = " ".join(map(str, loss.ranks))
+                found, ranks = loss.text, loss.ranks
+                again = " ".join(map(str, ranks))
                 fix = f"`%ddp restart {again}` starts them again if it can be reached; other ranks keep their variables"
             if not self._kernels.processes.can_start:
                 fix = START_OVER
             did = f"running `{self._name}` on {len(self._outcome.parts)} ranks"
-            host = self._kernels.processes.host_of(ended.rank)
+            hosts = set(map(self._kernels.processes.host_of, ranks))
+            host = hosts.pop() if len(hosts) == 1 else ""
             self._fail(RankError(did, found=found, rank=ended.rank, host=host, fix=fix))
 
     def _on_store_end(self, ended: Ended) -> None:

@@ -21,6 +21,7 @@ from ddpilot.environments.private_files import make_socket_folder
 from ddpilot.errors import LaunchError
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.launching.rank_server.client import stop_servers
+from ddpilot.launching.rank_server.job import Started
 from ddpilot.launching.shipping.memory_file import MemoryWriter
 from ddpilot.launching.spawning import Ended, ForkedRanks, Reported, SpawnerEvent
 from ddpilot.record.hook import RING_DIR_VARIABLE
@@ -101,10 +102,10 @@ class Host:
             self._loop.stop()
 
     def _tick(self) -> None:
-        if self._link.lost:
-            self._loop.stop()
+        if self._link.lost or (self._ranks is not None and not self._ranks.can_start):
+            self._loop.stop()  # without its rank server the node counts as lost, and is started again for a restart
         elif self._ranks is not None:
-            self._files.look(self._placement.ranks)
+            self._files.look([rank for rank in self._placement.ranks if self._ranks.pid(rank) is not None])
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, messages.KernelFrames):
@@ -170,7 +171,7 @@ class Host:
         return {**request.defaults, **interfaces, **os.environ, **request.variables}
 
     def _start(self, request: messages.StartKernel, ranks: ForkedRanks) -> None:
-        self._relay.connect(request.rank, request.stem, request.key)
+        self._relay.prepare(request.rank, request.stem, request.key)
         writer = MemoryWriter("ddpilot-kernel")
         writer.write(request.parcel)
         parcel = writer.seal()
@@ -180,7 +181,9 @@ class Host:
             os.close(parcel)
 
     def _emit(self, event: SpawnerEvent) -> None:
-        if isinstance(event, Ended) and event.rank >= 0:
+        if isinstance(event, Started):
+            self._relay.connect(event.rank)
+        elif isinstance(event, Ended) and event.rank >= 0:
             self._relay.disconnect(event.rank)
             self._files.look([event.rank], is_end=True)
         elif isinstance(event, Reported) and event.parcel is not None:

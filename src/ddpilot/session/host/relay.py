@@ -34,22 +34,35 @@ class KernelRelay:
         self._send = send
         self._before = before
         self._context: zmq.Context[Any] = zmq.Context()
+        self._starting: dict[int, tuple[Connection, list[KernelFrames]]] = {}
+        """Kernels whose process was not started yet, with the messages for them."""
         self._sockets: dict[int, dict[str, zmq.Socket[Any]]] = {}
         self._stems: dict[int, str] = {}
         self._calls: dict[tuple[str, int], ParcelCall] = {}
 
-    def connect(self, rank: int, stem: str, key: bytes) -> None:
-        """Write the kernel's connection file and open the sockets to it."""
+    def prepare(self, rank: int, stem: str, key: bytes) -> None:
+        """Write the kernel's connection file. Messages for it wait until `connect`."""
         self.disconnect(rank)
         connection = Connection(str(self._folder / stem), key)
         connection.write(self._folder / f"{stem}.json")
         self._stems[rank] = stem
+        self._starting[rank] = connection, []
+
+    def connect(self, rank: int) -> None:
+        """Open the sockets to the kernel, whose process was started.
+
+        Before that each socket would try to connect ten times per second while the rank server imports torch.
+        """
+        connection, waiting = self._starting.pop(rank)
         sockets = self._sockets[rank] = connection.open_sockets(self._context)
         for name, sock in sockets.items():
             self._loop.watch(sock, functools.partial(self._receive, sock, rank, name))
+        for message in waiting:
+            self.send(message)
 
     def disconnect(self, rank: int) -> None:
         """Pass on what the kernel has sent, then close the sockets to it."""
+        self._starting.pop(rank, None)
         for name, sock in self._sockets.pop(rank, {}).items():
             self._receive(sock, rank, name)
             self._loop.unwatch(sock)
@@ -58,8 +71,10 @@ class KernelRelay:
             self._calls.pop(key).close()
 
     def send(self, message: KernelFrames) -> None:
-        """Send the frames to the kernel, if it is connected."""
-        if message.rank in self._sockets:
+        """Send the frames to the kernel, unless it has ended."""
+        if message.rank in self._starting:
+            self._starting[message.rank][1].append(message)
+        elif message.rank in self._sockets:
             self._sockets[message.rank][message.channel].send_multipart(message.frames)
 
     def send_parcel(self, request: SendParcel) -> None:

@@ -183,7 +183,7 @@ class Report:
 
     def to_content(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dictionary."""
-        content = asdict(self)
+        content = {**vars(self), "raised": None if self.raised is None else asdict(self.raised)}
         for fields in (content, content["raised"] or {}):
             fields.update({name: writable(value) for name, value in fields.items() if isinstance(value, str)})
         return content

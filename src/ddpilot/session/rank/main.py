@@ -86,6 +86,13 @@ class RankApp(IPKernelApp):
     def parse_command_line(self, argv: list[str] | None = None) -> None:
         """Parse nothing: there is no command line, and building a parser is a tenth of the start of a kernel."""
 
+    def load_config_file(self, *_args: Any, **_kwargs: Any) -> None:
+        """Read no configuration files: a rank has no profile of its own."""
+
+    def _configure_logging(self) -> None:
+        """Leave the handlers of all loggers unchanged; traitlets would close them."""
+        logging.getLogger(type(self).__name__).setLevel(logging.CRITICAL)
+
     def init_heartbeat(self) -> None:
         """Open no heartbeat channel."""
 

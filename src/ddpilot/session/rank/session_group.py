@@ -22,14 +22,27 @@ def enter_when_needed(enter: Callable[[], Any]) -> None:
     This includes all collectives, `DDP(model)`, `get_rank()` and `get_world_size()`, but not `is_initialized()` and
     `init_process_group()`: code that creates its own group still does.
     """
+    hook_default_group()
+    c10d._get_default_group.enter = enter  # type: ignore[attr-defined]
+
+
+def hook_default_group() -> None:
+    """Replace `_get_default_group` in all modules, unless that was done.
+
+    The rank server does it before it forks ranks, as each of them would otherwise look at 2,500 modules.
+    """
     original = c10d._get_default_group
+    if hasattr(original, "enter"):
+        return
 
     @functools.wraps(original)
     def get_default_group() -> Any:
-        if not c10d.is_initialized():
+        enter = get_default_group.enter  # type: ignore[attr-defined]
+        if enter is not None and not c10d.is_initialized():
             enter()
         return original()
 
+    get_default_group.enter = None  # type: ignore[attr-defined]
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("_get_default_group") is original:
             module._get_default_group = get_default_group  # type: ignore[attr-defined]
