@@ -294,7 +294,9 @@ class Fail(ddpilot.Callback):
             raise ArithmeticError("no more")
 
 
-def fit_best(folder: Path, num_ranks: int, ddp: dict[str, Any], *callbacks: ddpilot.Callback, **options: Any) -> dict[str, Any]:
+def fit_best(
+    folder: Path, num_ranks: int, ddp: dict[str, Any], *callbacks: ddpilot.Callback, **options: Any
+) -> dict[str, Any]:
     """The norms, the best weights of a fit that stops early, and their file."""
     norms, file = Norms(every=1, layers=True), folder / "best.safetensors"
     stopping = EarlyStopping("val_score", mode="max", patience=2, restore_best=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,9 @@ def test_layers_of_one_class_and_many_sizes_are_all_compiled() -> None:
         return graph.forward
 
     sizes = [*range(2, 13), 12, 12]
-    model = nn.Sequential(*(nn.Linear(num, then) for num, then in zip(sizes, sizes[1:], strict=False)))
+    model = nn.Sequential(*(nn.Linear(num, then) for num, then in itertools.pairwise(sizes)))
     sharding = ParameterSharding(layers=nn.Linear)
     Loop(group=FakeGroup()).prepare(model, shard=sharding, compile={"backend": count})
     x = torch.ones(3, 2)
     assert torch.equal(model(x), copy.deepcopy(model)(x))
-    assert len(graphs) == len(set(zip(sizes, sizes[1:], strict=False))) > torch._dynamo.config.recompile_limit
+    assert len(graphs) == len(set(itertools.pairwise(sizes))) > torch._dynamo.config.recompile_limit
