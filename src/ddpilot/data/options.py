@@ -128,7 +128,7 @@ def read_options(
         left_out = {*_OF_MAPS[1:], "divides_itself"}
     names = [name for name in _NAMES if name not in left_out]
     for name, value in options.items():
-        if name not in names:
+        if name not in names and (name, value) != ("shuffle", False):
             raise DataError(did, found=f"`{name}={value!r}`", fix=instead.get(name) or _guess(name, names), rank=rank)
     check_size("num_workers", options.get("num_workers"), rank)
     if not options.get("num_workers", 0):

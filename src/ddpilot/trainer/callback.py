@@ -14,6 +14,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.decorators import on_ranks
 from ddpilot.trainer.run import Run
 from ddpilot.training.loop import Loop
+from ddpilot.training.models.sharding import has_sharded_layer
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -33,6 +34,8 @@ class Callback:
 
     ranks: ClassVar[Literal["zero", "all"]] = "zero"
     """Ranks on which the methods are called, except those that `called_on` decorates."""
+    _is_joint_if_sharded: ClassVar[bool] = False
+    """True if the other ranks call the methods too where parameters are sharded, to gather what rank 0 reads."""
 
     @staticmethod
     def called_on(ranks: Literal["zero", "all"]) -> Callable[[Method], Method]:
@@ -107,14 +110,19 @@ class CallbackRunner:
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
         is_rank_zero = run.loop.group.is_rank_zero
+        joint = [one for one in callbacks if one._is_joint_if_sharded and has_sharded_layer(run.model)]
         events = [name for name in vars(Callback) if name.startswith("on_")]
-        everywhere = {name: [(one, ranks_of(one, name)) for one in callbacks if _has(one, name)] for name in events}
+        everywhere = {
+            name: [(one, "joint" if one in joint else ranks_of(one, name)) for one in callbacks if _has(one, name)]
+            for name in events
+        }
         self._calls = {
-            name: [(one, ranks) for one, ranks in calls if is_rank_zero or ranks == "all"]
+            name: [(one, ranks) for one, ranks in calls if is_rank_zero or ranks != "zero"]
             for name, calls in everywhere.items()
         }
-        """The callbacks that have a method for each event on this rank, and the ranks that call it."""
-        self._has_rank_zero_callbacks = any(ranks == "zero" for calls in everywhere.values() for _, ranks in calls)
+        """The callbacks that have a method for each event on this rank, and the ranks that call it. "joint": all of
+        them, for rank 0, whose failures count as those of "zero" do."""
+        self._has_rank_zero_callbacks = any(ranks != "all" for calls in everywhere.values() for _, ranks in calls)
         self._run = run
         self._failure: Exception | None = None
         self.is_over = False
@@ -158,12 +166,14 @@ class CallbackRunner:
             self._run.stepping = ""
 
     def raise_failure(self) -> None:
-        """Raise on all ranks what a callback raised on rank 0. Collective if a callback runs on rank 0 only."""
+        """Raise on all ranks what a callback raised on rank 0. Collective if a callback runs for rank 0."""
         if not self._has_rank_zero_callbacks:
             return
         try:
             on_ranks(0)(self._pop_failure)()
+            self._pop_failure()  # of a joint call, on this rank alone
         except Exception as error:
+            self._failure = None
             if not self.is_over:
                 raise
             self.late_error = self.late_error or error
@@ -181,11 +191,11 @@ class CallbackRunner:
         for callback, ranks in self._calls[event]:
             if ranks == "all":
                 self._call_one(callback, event, ranks)
-            elif self._failure is None:
+            elif ranks == "joint" or self._failure is None:
                 try:
                     self._call_one(callback, event, ranks)
                 except Exception as error:  # noqa: BLE001  (the other ranks continue: so does this one, until they stop)
-                    self._failure = error
+                    self._failure = self._failure or error
 
     def _call_one(self, callback: Callback, event: str, ranks: str) -> None:
         try:

@@ -100,15 +100,3 @@ def check_whole(did: str, what: str, data: object) -> None:
 def is_count(number: object) -> bool:
     """True for an int that is not a bool."""
     return isinstance(number, int) and not isinstance(number, bool)
-
-
-def check_sharded(callbacks: Iterable[Callback]) -> None:
-    """Raise LoopError for a callback that reads whole weights or gradients on rank 0, which has only shards."""
-    for one in callbacks:
-        if getattr(one, "_reads_whole_weights", False) or getattr(one, "_restore_best", False):
-            raise LoopError(
-                'fitting with `shard="parameters"`',
-                found=f"a {type(one).__name__}{' with `restore_best`' * hasattr(one, '_restore_best')}, which reads "
-                "whole weights on rank 0",
-                fix="Leave it out, and use `best=` of the checkpoints for the best weights.",
-            )

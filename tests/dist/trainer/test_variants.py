@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ddpilot
 from ddpilot.errors import LoopError
+from ddpilot.trainer.callbacks.best_epoch import BestWeights, EarlyStopping
 from ddpilot.trainer.callbacks.monitors import Norms
 from tests.dist.trainer.bodies import BATCH_SIZE, launcher, make_data, make_model, make_optimizer, make_trainer
 from tests.preload import PRELOAD
@@ -241,18 +242,15 @@ def average_of(trainer: ddpilot.Trainer) -> nn.Module:
 
 
 def fit_sharded() -> dict[str, Any]:
-    """Two fits on ranks that exist, of a model whose layers are sharded, and what is refused."""
+    """Two fits on ranks that exist, of a model whose layers are sharded."""
     sharding = ddpilot.ParameterSharding(min_parameters=1)
     trainer = make_trainer()
     for _ in range(2):
         trainer.fit(make_data(), make_data(5), epochs=1, global_batch_size=BATCH_SIZE, ddp={"shard": sharding})
-    with pytest.raises(LoopError) as caught:
-        make_trainer(callbacks=[Norms()]).fit(make_data(), epochs=1, global_batch_size=12, ddp={"shard": sharding})
     return {
         "values": trainer.evaluate(make_data(5)),
         "weights": ddpilot.full_state(trainer.model),
         "average": ddpilot.full_state(average_of(trainer)),
-        "said": str(caught.value),
     }
 
 
@@ -277,7 +275,61 @@ def test_a_trainer_shards_parameters_from_a_notebook_and_on_ranks(tmp_path: Path
         torch.testing.assert_close(average, average_of(alone).state_dict(), rtol=1e-10, atol=1e-13)
     expected = pytest.approx(alone.evaluate(make_data(5)), rel=1e-10)
     assert zero["values"] == one["values"] == expected
-    assert "a Norms, which reads whole weights on rank 0" in zero["said"]
+
+
+class Score(ddpilot.Callback):
+    """A metric with its best value in epoch 1."""
+
+    ranks = "all"
+
+    def on_evaluate_end(self, run: ddpilot.Run) -> None:
+        run.metrics["val_score"] = (1.0, 2.0, 1.0, 0.0)[run.epoch]
+
+
+class Fail(ddpilot.Callback):
+    """An error after epoch 2, whose checkpoint is not written."""
+
+    def on_epoch_end(self, run: ddpilot.Run) -> None:
+        if run.epoch == 2:
+            raise ArithmeticError("no more")
+
+
+def fit_best(
+    folder: Path, num_ranks: int, ddp: dict[str, Any], *callbacks: ddpilot.Callback, **options: Any
+) -> dict[str, Any]:
+    """The norms, the best weights of a fit that stops early, and their file."""
+    norms, file = Norms(every=1, layers=True), folder / "best.safetensors"
+    stopping = EarlyStopping("val_score", mode="max", patience=2, restore_best=True)
+    best = BestWeights(file, "val_score", mode="max")
+    trainer = make_trainer(callbacks=[Score(), norms, best, stopping, *callbacks])
+    options = {"epochs": 4, "global_batch_size": BATCH_SIZE, "nproc_per_node": num_ranks, **options}
+    trainer.fit(make_data(), make_data(5), ddp=ddp, **options)
+    file_average = make_model()
+    ddpilot.load_weights(file_average, file)
+    assert (best.best_epoch, stopping.best) == (1, 2.0)
+    return {
+        "norms": torch.tensor([[row[name] for name in sorted(row)] for row in norms.rows], dtype=torch.float64),
+        "weights": trainer.model.state_dict(),
+        "average": average_of(trainer).state_dict(),
+        "file": file_average.state_dict(),
+        "epochs": len(trainer.history.epochs),
+    }
+
+
+@often("2")
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_norms_and_best_weights_of_sharded_parameters_are_those_of_one_process(tmp_path: Path, num_ranks: int) -> None:
+    """Also in a fit that resumes after the best epoch: on ranks that have its shards from the checkpoint."""
+    ddp = {"shard": ddpilot.ParameterSharding(min_parameters=1)}
+    alone = fit_best(tmp_path, 0, {})
+    found = [fit_best(tmp_path, num_ranks, ddp)]
+    saved = {"checkpoint_dir": tmp_path / "ckpt"}
+    with pytest.raises(ddpilot.RankError, match="no more"):
+        fit_best(tmp_path, num_ranks, ddp, Fail(), **saved)
+    found.append(fit_best(tmp_path, num_ranks % 3 + 1, ddp, **saved))
+    for one in found:
+        torch.testing.assert_close(one, alone, rtol=1e-10, atol=1e-13)
+    assert alone["epochs"] == 4
 
 
 def fit_on_a_rank() -> dict[str, Any]:

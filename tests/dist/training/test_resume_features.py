@@ -6,8 +6,10 @@ The numbers are those of a run without a stop: at one rank, or at as many ranks 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from ddpilot import Averaging, PowerSGD, RankError, ShardedDataset
 from ddpilot.training.loop import Loop
@@ -50,6 +52,7 @@ class Features:
     average: Any
     has_scheduler: bool
     tracks_per_rank: bool
+    is_at_url: bool
 
 
 def draw(chance: random.Random, trial: int) -> Features:
@@ -58,12 +61,13 @@ def draw(chance: random.Random, trial: int) -> Features:
     averages = (None, 0.8, Averaging(start="2 updates", every="2 updates"))
     return Features(
         strategy=strategy,
-        data=chance.choice(("map", "shards", "in step", "by weights")),
+        data=chance.choice(("map", "shards", "stream", "in step", "by weights")),
         accumulate=chance.choice((1, 2, {0: 1, "4 updates": 2})),
         clip=chance.choice((None, 1.0, 2.0, float("inf"), "value")),
-        average=None if strategy == "parameters" else chance.choice(averages),
+        average=chance.choice(averages),
         has_scheduler=chance.random() < 0.5,
         tracks_per_rank=strategy in DEPENDENT and chance.random() < 0.5,
+        is_at_url=chance.random() < 0.3,
     )
 
 
@@ -77,6 +81,16 @@ class Shards(ShardedDataset):
         """Samples of a sine."""
         for number in range(skip, self.lengths[shard]):
             x = torch.sin(torch.arange(5.0) * (1 + 10 * shard + number))
+            yield x, x.sum().reshape(1)
+
+
+class Endless(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A stream without a length and without an end."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Samples of a cosine."""
+        for number in itertools.count():
+            x = torch.cos(torch.arange(5.0) * (1 + number))
             yield x, x.sum().reshape(1)
 
 
@@ -104,6 +118,8 @@ def train(features: Features, folder: Path | None, kill: tuple[str, int, int] | 
     """Train `NUM_UPDATES` updates in all; `kill`: a signal's name, a rank, and the update after which it gets it."""
     torch.set_default_dtype(torch.float64)
     saving: dict[str, Any] = {"checkpoint_dir": folder, "save_every": "1 updates"} if folder else {}
+    if folder and features.is_at_url:
+        saving |= {"checkpoint_dir": f"file://{folder}/store", "staging_dir": folder / "staging"}
     loop = Loop(seed=2, progress=False, accumulate=features.accumulate, **saving)
     model: Any = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -115,7 +131,9 @@ def train(features: Features, folder: Path | None, kill: tuple[str, int, int] | 
     seen = Seen()
     if features.tracks_per_rank:
         loop.track(seen=seen, per_rank=True)
-    first = loop.loader(Shards() if features.data == "shards" else samples(26, 1), global_batch_size=6, shuffle=True)
+    known = samples(26, 1)
+    data: Any = {"shards": Shards(), "stream": Endless()}.get(features.data, known)
+    first = loop.loader(data, global_batch_size=6, shuffle=features.data != "stream")
     second = loop.loader(samples(14, 2), global_batch_size=4, shuffle=True)
     losses = []
     for _ in loop.epochs(max_updates=NUM_UPDATES):
@@ -131,12 +149,13 @@ def train(features: Features, folder: Path | None, kill: tuple[str, int, int] | 
             losses.append(loop.reduce(loss.detach(), count=count).item())
             if kill is not None and (loop.rank, loop.num_updates) == kill[1:]:
                 os.kill(os.getpid(), getattr(signal, kill[0]))
-    metric = loop.evaluate(model, first, {"error": lambda output, y: (output - y).abs()})["error"]
+    rows = loop.loader(known, global_batch_size=6)
+    metric = loop.evaluate(model, rows, {"error": lambda output, y: (output - y).abs()})["error"]
     return {
         "losses": losses,
         "metric": metric,
         "weights": full_state(model),
-        "average": None if average is None else average.module.state_dict(),
+        "average": None if average is None else full_state(average.module),
         "lr": optimizer.param_groups[0]["lr"],
         "seen": seen.num_batches,
     }
@@ -176,13 +195,20 @@ def test_any_features_resume_at_any_update(tmp_path: Path, trial: int) -> None:
     kill = chance.choice(("SIGKILL", "SIGTERM")), chance.randrange(num_before), chance.randint(2, NUM_UPDATES - 2)
     said = f"{features}, {kill}, {num_before} ranks, then {num_after}"
     (expected, *_) = launch(num_before if is_dependent else 1, train, features, None, None)
-    with pytest.raises(RankError):
-        launch(num_before, train, features, tmp_path, kill)
-    (found, *_) = launch(num_after, train, features, tmp_path, None)
-    num = len(found["losses"])
-    # A kill may come before the first checkpoint is written, which happens beside the training.
-    assert 0 < num < len(expected["losses"]) + (kill[0] == "SIGKILL"), said
-    assert found["losses"] == pytest.approx(expected["losses"][-num:], rel=1e-9), said
+    try:
+        (found, *_) = launch(num_before, train, features, tmp_path, kill)
+        is_resumed = False
+    except RankError:
+        shutil.rmtree(tmp_path / "staging", ignore_errors=True)
+        (found, *_) = launch(num_after, train, features, tmp_path, None)
+        is_resumed = True
+    num_left, num_all = len(found["losses"]), len(expected["losses"])
+    if kill[0] == "SIGKILL":  # may come before the first checkpoint is written, which happens beside the training
+        assert is_resumed, said
+        assert 0 < num_left <= num_all, said
+    else:  # is seen up to 32 updates later, by a run that may have made its last one
+        assert num_left < num_all or not is_resumed, said
+    assert found["losses"] == pytest.approx(expected["losses"][num_all - num_left :], rel=1e-9), said
     assert found["metric"] == pytest.approx(expected["metric"], rel=1e-9), said
     assert found["lr"] == expected["lr"], said
     for kind in ("weights", "average"):

@@ -182,6 +182,13 @@ def test_sharded_parameters_train_the_same_at_any_number_of_ranks_and_resume_fro
     assert not said, "guard and watch report nothing"
 
 
+class Uncopied(nn.Linear):
+    """A layer that cannot be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("one of a kind")
+
+
 def use_wrongly(folder: Path) -> list[str]:
     """What is found in values that are not finite, and what each wrong use is told."""
     loop = Loop(progress=False)
@@ -220,11 +227,12 @@ def use_wrongly(folder: Path) -> list[str]:
         lambda: ParameterSharding(min_parameters=0),
         lambda: ParameterSharding(param_dtype=torch.int8),
         lambda: loop.prepare(nn.Linear(2, 2), torch.optim.LBFGS(model.parameters()), shard=unknown),
+        lambda: loop.average(loop.prepare(Uncopied(2, 2), shard="parameters"), 0.9),
     ):
         try:
             use()
         except LoopError as error:
-            said.append(str(error))
+            said.append(f"{error} {error.__cause__!r}")
     return [*said, str(loop.explain())]
 
 
@@ -246,6 +254,7 @@ REFUSALS = (
     "`min_parameters` is 0",
     "`param_dtype` is torch.int8",
     "`shard` is 'weights'",
+    "raised TypeError: one of a kind. Leave what cannot be copied out of the model",
     "parameters sharded over 2 ranks (FSDP2)",
 )
 

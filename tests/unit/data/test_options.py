@@ -105,3 +105,9 @@ def test_docs_have_a_row_for_every_option() -> None:
     ):
         rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
         assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(names)
+
+
+def test_a_stream_takes_shuffle_false_as_torch_does() -> None:
+    """It says what is so anyway."""
+    loader = Loop(group=FakeGroup()).loader(Stream(4), global_batch_size=2, shuffle=False)
+    assert [batch.count for batch in loader.iterate(0, 0)] == [2, 2]

@@ -15,11 +15,15 @@ from ddpilot.checkpoint.atomic_files import HashingFile
 from ddpilot.checkpoint.monitor import Monitor
 from ddpilot.checkpoint.safetensors_file import check_dtypes, write_safetensors
 from ddpilot.errors import LoopError, did_you_mean
+from ddpilot.group.decorators import on_ranks
 from ddpilot.group.device import broadcast_tensors
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.logs import epoch_row
 from ddpilot.trainer.run import Run, find_inner
 from ddpilot.training.logs.logger import numbers
+from ddpilot.training.models.sharding import has_sharded_layer, reshard, sharded_layers
+from ddpilot.training.models.shards import divide_as, gather, has_shards, is_shard, local_part
+from ddpilot.training.models.strategy import strategy_of
 
 
 class _BestEpoch(Callback):
@@ -74,7 +78,8 @@ class EarlyStopping(_BestEpoch):
     so far, its epoch and the number of updates then.
 
     `restore_best`: load the weights of the best epoch into model and EMA at the end, on all ranks; until then rank 0
-    and checkpoints hold a copy in CPU memory. The optimizer keeps its state.
+    and checkpoints hold a copy in CPU memory, or each rank one of its shards, which rank 0 gathers for a checkpoint.
+    The optimizer keeps its state.
 
     Raises LoopError for invalid arguments, and after an epoch without this metric.
     """
@@ -113,9 +118,11 @@ class EarlyStopping(_BestEpoch):
             run.stop(everywhere=True)
         elif self.stopped:
             self.stopped, self.num_bad = "", 0
-        if not run.loop.group.is_rank_zero:
+        if not _keeps_weights(run):
             self._weights = None
-        elif self._restore_best and self._weights is None and self.best is not None:
+        elif self._weights is not None:  # whole, from a checkpoint
+            self._weights = [divide_as(own, best).cpu() for own, best in zip(_tensors(run), self._weights, strict=True)]
+        elif self._restore_best and self.best is not None:
             self._weights = _copy(run)  # an earlier fit ended with the best weights
 
     def on_epoch_end(self, run: Run) -> None:
@@ -130,7 +137,7 @@ class EarlyStopping(_BestEpoch):
         if improves is None:
             return
         self.num_bad = 0 if improves else self.num_bad + 1
-        if improves and self._restore_best and run.loop.group.is_rank_zero:
+        if improves and self._restore_best and _keeps_weights(run):
             self._weights = _copy(run)
         if self.num_bad >= self._patience:
             best = f"epoch {self.best_epoch}" if unit == "epochs" else f"update {self.best_update}"
@@ -146,14 +153,17 @@ class EarlyStopping(_BestEpoch):
         if run.loop.group.broadcast_object(self._weights is not None):
             tensors = list(_tensors(run))
             with torch.no_grad():
-                for tensor, best in zip(tensors, self._weights or (), strict=False):  # on rank 0
-                    tensor.copy_(best)
-            broadcast_tensors(tensors, run.loop.group)
+                for tensor, best in zip(tensors, self._weights or (), strict=False):  # on rank 0, and shards on all
+                    local_part(tensor).copy_(local_part(best))
+            broadcast_tensors([one for one in tensors if not is_shard(one)], run.loop.group)
         self._weights = None
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        return state if self._weights is None else {**state, "weights": self._weights}
+        if self._weights is None:
+            return state
+        keeps = has_shards(self._weights) and torch.distributed.get_rank() == 0
+        return {**state, "weights": [gather(one, keeps=keeps) for one in self._weights]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = dict(state)
@@ -169,8 +179,14 @@ def _goal(run: Run) -> tuple[str, int | None]:
 def _tensors(run: Run) -> Iterator[torch.Tensor]:
     models: list[nn.Module] = [run.model, *([] if run.ema is None else [run.ema])]
     for model in models:
+        reshard(sharded_layers(model))
         yield from model.parameters()
         yield from model.buffers()
+
+
+def _keeps_weights(run: Run) -> bool:
+    """True if this rank keeps the best weights: rank 0, and where parameters are sharded all ranks."""
+    return run.loop.group.is_rank_zero or has_sharded_layer(run.model)
 
 
 def _copy(run: Run) -> list[torch.Tensor]:
@@ -189,7 +205,7 @@ class BestWeights(_BestEpoch):
     if the file cannot be written, and LoopError as `EarlyStopping` does, on all ranks.
     """
 
-    _reads_whole_weights = True
+    _is_joint_if_sharded = True
 
     def __init__(
         self,
@@ -203,7 +219,8 @@ class BestWeights(_BestEpoch):
         self._path = Path(path)
 
     def on_fit_start(self, run: Run) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if run.loop.group.is_rank_zero:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_epoch_end(self, run: Run) -> None:
         if not run.validate_every.counts_updates:
@@ -213,9 +230,14 @@ class BestWeights(_BestEpoch):
         self._write_if_best(run)
 
     def _write_if_best(self, run: Run) -> None:
-        if not self._improves(run):
+        improves = on_ranks(0, broadcast=True)(self._improves) if has_sharded_layer(run.model) else self._improves
+        if not improves(run):
             return
-        weights = {name: tensor.cpu() for name, tensor in find_inner(run.evaluated).state_dict().items()}
+        weights = strategy_of(find_inner(run.evaluated)).weights(keeps=run.loop.group.is_rank_zero)
+        if run.loop.group.is_rank_zero:
+            self._write({name: tensor.cpu() for name, tensor in weights.items()})
+
+    def _write(self, weights: dict[str, torch.Tensor]) -> None:
         check_dtypes(weights, where="the best weights")
         new = self._path.with_name(f".{self._path.name}.new")
         new.unlink(missing_ok=True)

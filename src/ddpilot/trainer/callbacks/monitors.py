@@ -14,6 +14,7 @@ from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.logs import check_every
 from ddpilot.trainer.run import Run
 from ddpilot.training.logs.logger import plain
+from ddpilot.training.models.shards import total_norm
 
 
 class _StepMonitor(Callback):
@@ -101,7 +102,7 @@ class Norms(_StepMonitor):
     Raises LoopError for `every` below 1.
     """
 
-    _reads_whole_weights = True
+    _is_joint_if_sharded = True
 
     def __init__(self, *, every: int = 50, layers: bool = False) -> None:
         super().__init__(every)
@@ -141,12 +142,12 @@ class Norms(_StepMonitor):
 
 @torch.no_grad()
 def _norms(parameters: list[torch.Tensor], suffix: str, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    gradient = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradient = total_norm([p.grad for p in parameters if p.grad is not None])
     # A fused optimizer unscales fp16 gradients itself, in its step.
     scale = getattr(optimizer, "grad_scale", None)
     return {
         f"grad_norm{suffix}": gradient if scale is None else gradient / scale.to(gradient.device),
-        f"param_norm{suffix}": torch.nn.utils.get_total_norm(parameters),
+        f"param_norm{suffix}": total_norm(parameters),
     }
 
 

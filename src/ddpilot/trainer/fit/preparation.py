@@ -8,7 +8,6 @@ import copy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ddpilot.trainer.checks import check_sharded
 from ddpilot.trainer.core import FitState, Position, TrainerCore
 from ddpilot.trainer.fit_options import FitOptions
 from ddpilot.trainer.history import History
@@ -27,7 +26,6 @@ def prepare_fit(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run,
     shard = options.pop("shard", None)
     parts = trained_parts(model) or {"": model}
     if shard not in (None, "optimizer"):
-        check_sharded(trainer.callbacks)
         options["shard"], shard = shard, None
     wrapped = [  # sharded by an earlier fit on these ranks
         loop.prepare(part) if is_sharded(part) else loop.prepare(part, **options) for part in parts.values()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -35,18 +36,36 @@ def compile_model(model: nn.Module, options: DDPOptions) -> None:
         layers = choose_layers(model, options.sharding) or layers
     if is_sharded(model) and any(_compiled(one) is not None for one in model.modules()):
         return  # by an earlier call
+    codes: dict[object, CodeType] = {}
     for layer in layers:
-        _compile(layer, arguments)
+        forward = layer.forward if layer is model else _with_own_code(layer, codes)
+        _compile(layer, forward, arguments)
 
 
-def _compile(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+def _with_own_code(layer: nn.Module, codes: dict[object, CodeType]) -> Callable[..., Any]:
+    """Return a function that calls the `forward` of `layer`, with a code object for all layers of this class and size.
+
+    The compiler keeps at most `torch._dynamo.config.recompile_limit` graphs for one code object, 8, and then leaves the
+    layer uncompiled. All classes of torch's own, such as nn.Linear, would have the same one.
+    """
+    forward: Callable[..., Any] = layer.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    sizes = tuple((name, one.shape, one.requires_grad) for name, one in layer.named_parameters())
+    call.__code__ = codes.setdefault((type(layer), sizes), call.__code__.replace())
+    return call
+
+
+def _compile(module: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     known = _compiled(module)
     if known is not None and known.arguments == arguments:
         return
     if known is None and module._compiled_call_impl is not None:
         found = f"a {type(module).__name__} on which `compile()` was called: it is compiled already"
         raise LoopError(_PREPARING, found=found, fix="Leave one of the two out.")
-    module._compiled_call_impl = CompiledCall(module, arguments)
+    module._compiled_call_impl = CompiledCall(module, forward, arguments)
 
 
 def _compiled(module: nn.Module) -> CompiledCall | None:
@@ -61,11 +80,10 @@ class CompiledCall:
     break the graph. nn.Module leaves this object out when a module is copied or pickled.
     """
 
-    def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
         """Those of torch.compile."""
         self._module = module
-        forward: Callable[..., Any] = module.forward
         self._forward = torch.compile(forward, **arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -136,9 +136,12 @@ class Preparation:
         if is_sharded(inner):
             outline = self._prepared.outlines.get(inner)
             if outline is None:
-                found = "a sharded model that cannot be copied, or that a different Loop has sharded"
-                fix = 'Prepare a model that copy.deepcopy can copy, with shard="parameters", in this Loop.'
-                raise LoopError(did, found=found, fix=fix)
+                fix = 'Prepare the model with shard="parameters" in this Loop.'
+                raise LoopError(did, found="a model that a different Loop has sharded", fix=fix)
+            if isinstance(outline, Exception):
+                found = f"copy.deepcopy of a {type(inner).__name__} raised {type(outline).__name__}: {outline}"
+                fix = "Leave what cannot be copied out of the model, or define its `__deepcopy__`."
+                raise LoopError(did, found=found, fix=fix) from outline
             average = WeightAverage(outline.model, options)
             outline.fill(average.module, inner, self._group)
         else:

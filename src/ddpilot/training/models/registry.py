@@ -89,8 +89,8 @@ class PreparedObjects:
         """True if parameters of one of `models` are sharded."""
         self.moved = WeakIdKeyDictionary()
         """The sharded parameter of each one that `prepare` has replaced, as long as that is in use."""
-        self.outlines: WeakKeyDictionary[nn.Module, ShardedOutline | None] = WeakKeyDictionary()
-        """The outline of each model whose parameters `prepare` has sharded; None if it cannot be copied."""
+        self.outlines: WeakKeyDictionary[nn.Module, ShardedOutline | Exception] = WeakKeyDictionary()
+        """The outline of each model whose parameters `prepare` has sharded, or why it cannot be copied."""
         self.optimizers: list[Optimizer] = []
         self._records: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
         self.replaced: WeakSet[Optimizer] = WeakSet()

@@ -132,15 +132,15 @@ class ShardedOutline:
     options: ParameterSharding
 
     @classmethod
-    def of(cls, model: nn.Module, options: ParameterSharding) -> ShardedOutline | None:
-        """Return the outline of `model`, which is not sharded yet; None if it has values that cannot be copied."""
+    def of(cls, model: nn.Module, options: ParameterSharding) -> ShardedOutline | Exception:
+        """Return the outline of `model`, which is not sharded yet, or the exception that copying it raised."""
         bare = {
             id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in model.parameters()
         }
         try:
             return cls(copy.deepcopy(model, dict[int, Any](bare)), options)
-        except Exception:  # noqa: BLE001  (copying runs the user's code; only an average needs it)
-            return None
+        except Exception as error:  # noqa: BLE001  (copying runs the user's code; only an average needs it)
+            return error.with_traceback(None)  # which would keep the model
 
     def fill(self, outlined: nn.Module, model: nn.Module, group: GroupLike) -> None:
         """Shard `outlined`, a copy of the outline, as `model` is, with the values of `model`. Not collective."""

@@ -174,7 +174,7 @@ class RunCheckpointer:
             self.wait()
 
     def after_update(self, next_batch: int, *, leaves: bool, may_save: bool = True) -> None:
-        """Save if it is due, and always if all ranks stop. Collective if it saves.
+        """Save if it is due, and always if all ranks stop: `leaves`, or a reason that comes with the save. Collective.
 
         `may_save`: False postpones a save that is due to a later update.
 
@@ -190,6 +190,7 @@ class RunCheckpointer:
         self._is_postponed |= self._is_due(self._checkpoints)
         if (self._is_postponed and may_save) or leaves:
             self._save(next_batch)
+            leaves = leaves or bool(self._flags.reasons)  # which the check before the save may have exchanged
         if leaves:
             self.leave()
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.fake import FakeGroup
 from ddpilot.training.engine.compilation import CompiledCall
 from ddpilot.training.loop import Loop
+from ddpilot.training.models.sharding import ParameterSharding
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +117,20 @@ def test_errors_of_the_model_itself_are_raised_as_they_are() -> None:
     model(torch.ones(1, 2))
     with pytest.raises(RuntimeError, match="F.linear"):
         model(torch.ones(1, 3))
+
+
+def test_layers_of_one_class_and_many_sizes_are_all_compiled() -> None:
+    """More of them than the compiler keeps for one code object; those of one size share what was compiled."""
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    sizes = [*range(2, 13), 12, 12]
+    model = nn.Sequential(*(nn.Linear(num, then) for num, then in itertools.pairwise(sizes)))
+    sharding = ParameterSharding(layers=nn.Linear)
+    Loop(group=FakeGroup()).prepare(model, shard=sharding, compile={"backend": count})
+    x = torch.ones(3, 2)
+    assert torch.equal(model(x), copy.deepcopy(model)(x))
+    assert len(graphs) == len(set(itertools.pairwise(sizes))) > torch._dynamo.config.recompile_limit

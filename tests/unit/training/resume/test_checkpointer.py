@@ -72,6 +72,17 @@ def test_a_scheduler_s_signal_ends_the_process_with_75_after_a_checkpoint(
     )
 
 
+def test_a_signal_that_comes_with_the_check_before_a_save_ends_the_process_too(tmp_path: Path) -> None:
+    """The ranks exchange their flags there, after they looked for reasons to stop."""
+    run = Run(tmp_path, save_every="1 updates")
+    parts = run.loop._parts
+    parts.checkpointer._check = lambda: parts.flags.agree("SIGTERM")
+    with pytest.raises(SystemExit) as ended:
+        run.train(2)
+    assert ended.value.code == 75
+    assert position(tmp_path)[1] == len(run.seen) == 1
+
+
 def test_ctrl_c_says_once_where_the_run_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the middle of an epoch, and no more than once; a stop that the program asked for says nothing."""
     run = Run(tmp_path)
