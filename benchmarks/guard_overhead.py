@@ -24,7 +24,7 @@ from ddpilot.guard.hook import install
 from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter
 from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.accelerator import HostCopies
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 
 CHECK_LIMIT_MS = 3.0
 STEP_LIMIT = 1.02

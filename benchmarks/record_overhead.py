@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import ddpilot
 from benchmarks.measure import Row, main, render_values
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 
 COST_LIMIT_US = 15.0
 STEP_LIMIT = 1.02

@@ -26,7 +26,7 @@ import ddpilot
 from benchmarks.measure import Row, main, render_values
 from ddpilot.guard.hook import install
 from ddpilot.module_names import GUARD_PROBES
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions

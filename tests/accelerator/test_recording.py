@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import BatchNorm1d, Linear, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from tests.accelerator import on_device, why_not

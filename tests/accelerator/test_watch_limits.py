@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.flight_ring.reader import read_ring
 from tests.accelerator import on_device, why_not
 from tests.accelerator.test_recording import ring_path

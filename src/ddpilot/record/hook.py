@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from ddpilot.record.collectives.recording import Recording
+    from ddpilot.record.collectives.start_stop import Recording
 
 RING_DIR_VARIABLE = "DDPILOT_RING_DIR"
 """Environment variable with the folder for rings, created by its owner, private to the user and removed after the ranks
@@ -54,7 +54,7 @@ def start(rank_start: RankStart) -> Recording | None:
     if not folder:
         return None
     try:
-        from ddpilot.record.collectives.recording import start_recording
+        from ddpilot.record.collectives.start_stop import start_recording
         from ddpilot.record.main_thread import answer_with_stacks, stacks_path
 
         answer_with_stacks(stacks_path(folder, rank_start.rank))

@@ -25,7 +25,7 @@ from ddpilot.training.engine.parts import LoopParts
 from ddpilot.training.engine.passes import Passes
 from ddpilot.training.engine.preparation import Preparation
 from ddpilot.training.logs.logger import Logger
-from ddpilot.training.losses import add_losses
+from ddpilot.training.loss_weights import add_losses
 from ddpilot.training.models.comm_hooks import Comm
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.sharding import (

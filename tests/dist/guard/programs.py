@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter, PendingFingerprint
 from ddpilot.module_names import GUARD_PROBES
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.hook import journal_path, ring_path
 
 Program = Callable[[], object]

@@ -17,7 +17,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.guard.hook import install
 from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.module_names import GUARD_PROBES
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
 from ddpilot.watch.report import ReportHistory

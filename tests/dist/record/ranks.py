@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 import ddpilot
-from ddpilot.record.collectives.recording import Recording, start_recording
+from ddpilot.record.collectives.start_stop import Recording, start_recording
 from ddpilot.record.flight_ring.log import Collective, RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 

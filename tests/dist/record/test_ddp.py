@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import BatchNorm1d, Linear, Module, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.flight_ring.log import Collective, RankLog
 from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, ring_of, run
 

@@ -19,7 +19,7 @@ from ddpilot.group.creation import rebuild_group
 from ddpilot.group.init_group import init_group
 from ddpilot.group.store import resolve_endpoint
 from ddpilot.group.teardown import free_group
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import find_waiting, read_newest
 from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, ring_of, run, wait_for

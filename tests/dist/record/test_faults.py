@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddpilot.errors import RecordError
 from ddpilot.record.call_sites import SiteFinder
 from ddpilot.record.collectives.recorder import RecordBuilder
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.collectives.unfinished_works import UnfinishedWorks
 from ddpilot.record.flight_ring.groups import GroupTable
 from ddpilot.record.flight_ring.reader import read_ring

@@ -136,5 +136,5 @@ def run_a_script() -> str:
     import subprocess
     import sys
 
-    script = "import sys, ddpilot.errors; print('ddpilot.record.collectives.recording' in sys.modules)"
+    script = "import sys, ddpilot.errors; print('ddpilot.record.collectives.start_stop' in sys.modules)"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -14,7 +14,7 @@ from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.flight_ring.reader import read_ring
 from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, ring_of, run
 

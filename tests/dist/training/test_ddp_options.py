@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.small_models import loss_fn, make_data, make_model
 from ddpilot import RankError
 from ddpilot.errors import LoopError
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.training.loop import Loop

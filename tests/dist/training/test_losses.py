@@ -17,7 +17,7 @@ from ddpilot.data.global_batches import Plan
 from ddpilot.errors import LoopError
 from ddpilot.group.init_group import seed_all
 from ddpilot.training.loop import Loop
-from ddpilot.training.losses import NUM_COUNTS
+from ddpilot.training.loss_weights import NUM_COUNTS
 from ddpilot.training.models.ddp import run_in_forward, unwrap
 from tests.dist.training.bodies import launch
 from tests.soak import often

@@ -18,7 +18,7 @@ from typing import Any
 
 import ddpilot
 from ddpilot.errors import DdpilotError, RecordError
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path

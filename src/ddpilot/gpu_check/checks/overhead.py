@@ -19,7 +19,7 @@ from ddpilot.gpu_check.catalogue import Outcome, judge
 from ddpilot.gpu_check.checks.accelerator import backend_of, join_pair, run_ranks, wait_for
 from ddpilot.guard.hook import install
 from ddpilot.module_names import GUARD_PROBES
-from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.hook import journal_path, ring_path
 
 _STEP_MS = 20.0

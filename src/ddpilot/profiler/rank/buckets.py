@@ -23,7 +23,7 @@ from ddpilot.group.measurements.all_reduce import time_all_reduce
 from ddpilot.guard.probe import Notes
 from ddpilot.profiler.rank.device_clock import DeviceClock
 from ddpilot.record.collectives.recorder import reducer_observers
-from ddpilot.record.collectives.recording import Recording, start_recording
+from ddpilot.record.collectives.start_stop import Recording, start_recording
 
 _NUM_TIMED = 2
 """Collectives of an update that are timed, on average over updates."""

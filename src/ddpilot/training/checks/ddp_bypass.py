@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError, list_names
-from ddpilot.training.losses import walk
+from ddpilot.training.loss_weights import walk
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.reducer import is_finished
 from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError
-from ddpilot.training.losses import walk
+from ddpilot.training.loss_weights import walk
 from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects, parameters_of
 
 

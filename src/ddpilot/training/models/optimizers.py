@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpilot.errors import LoopError, MismatchedCheckpointError
-from ddpilot.training.losses import Objective
+from ddpilot.training.loss_weights import Objective
 from ddpilot.training.models.shards import divide_as, gather, has_shards, is_shard
 from ddpilot.training.models.strategy import strategy_of
 

@@ -24,7 +24,7 @@ from ddpilot.training.checks.gradients import (
 from ddpilot.training.checks.loss_means import LossMeanCheck
 from ddpilot.training.checks.nonfinite import FiniteCheck, raise_nonfinite
 from ddpilot.training.coordination.stop import Decision, FlagExchange
-from ddpilot.training.losses import (
+from ddpilot.training.loss_weights import (
     LossWeights,
     NamedLoss,
     Objective,

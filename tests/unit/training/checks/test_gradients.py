@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.training.loop import Loop
-from ddpilot.training.losses import NUM_COUNTS, decode, encode, read_losses
+from ddpilot.training.loss_weights import NUM_COUNTS, decode, encode, read_losses
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 

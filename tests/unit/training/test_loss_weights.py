@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpilot.training.losses import CountTotals, backward_weighted
+from ddpilot.training.loss_weights import CountTotals, backward_weighted
 
 
 @pytest.mark.parametrize("seed", [0.25, torch.tensor(0.25), 1.0])
