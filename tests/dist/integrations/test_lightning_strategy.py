@@ -76,6 +76,11 @@ else:
     trainer.predict(net, loader(5))
 """
 
+MORE_DEVICES = """
+try: library.Trainer(devices=3, strategy="ddpilot", **quiet)
+except ValueError as error: print(error, file=sys.stderr, flush=True)
+"""
+
 TELL_PAUSES = """
 import time
 def tell_pause(seconds, sleep=time.sleep):
@@ -109,7 +114,7 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same script, where torchrun has started the ranks, and how they end: they collect garbage at exit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(COLLECT)
-        (facts,) = told(TRAIN + TELL_PAUSES, folder=tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
+        (facts,) = told(TRAIN + MORE_DEVICES + TELL_PAUSES, folder=tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
     return facts
 
 
@@ -117,6 +122,11 @@ def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) 
     """There it is plain DDP of the ranks that torchrun started."""
     assert not under_torchrun["starts"]
     assert under_torchrun["steps"] == 6
+
+
+def test_strategy_refuses_other_numbers_of_devices_under_torchrun(under_torchrun: dict[str, Any]) -> None:
+    """As "ddp" does: with 3 devices on 2 ranks, a third of the samples would belong to no rank."""
+    assert under_torchrun["stderr"].count("(3 * 1) does not match the world size (2)") == 2
 
 
 def test_strategy_lets_gloos_threads_end_under_torchrun(under_torchrun: dict[str, Any]) -> None:

@@ -38,8 +38,9 @@ _DOC = """Lightning's `DDPStrategy` on ranks that are forked from ddpilot's rank
     `Launcher()`). Its `nproc_per_node` is not used, as `devices` determines it.
 
     If the processes already exist (under torchrun or `ddpilot run`, in a rank of a session or of `launch`, in a Slurm
-    job), it starts none and is plain DDP. Raises LaunchError for more than one node, ShipError for objects that cannot
-    be pickled, RankError with the earliest failure, and RanksStopped after an interrupt.
+    job), it starts none and is plain DDP, and raises ValueError if `devices` x `num_nodes` is not their number. Raises
+    LaunchError for more than one node, ShipError for objects that cannot be pickled, RankError with the earliest
+    failure, and RanksStopped after an interrupt.
     """
 
 
@@ -67,7 +68,10 @@ class _OnRankServer:
 
 
 def ranks_exist(strategy: Any) -> bool:
-    """True if another launcher has started the ranks of `strategy`, and this process is one of them."""
+    """True if another launcher has started the ranks of `strategy`, and this process is one of them.
+
+    Raises ValueError, as Lightning's own launcher does, if that has started more ranks or fewer.
+    """
     environment = strategy.cluster_environment
     if not environment.creates_processes_externally:
         return False
@@ -75,6 +79,7 @@ def ranks_exist(strategy: Any) -> bool:
     if isinstance(environment, own) and dist.is_initialized() and dist.get_world_size() == 1:
         # It goes by LOCAL_RANK, which a fit with "ddp" on one device sets in this process and leaves set.
         return bool(strategy.num_nodes * strategy.num_processes == 1)
+    environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
     return True
 
 
