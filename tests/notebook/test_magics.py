@@ -308,11 +308,11 @@ def test_threads_of_ranks_are_heard_between_cells(kernel: Kernel) -> None:
 
 
 def test_capture_takes_what_the_ranks_print_show_and_raise(kernel: Kernel) -> None:
-    """`%%capture` above `%%ddp` is IPython's own, in the notebook."""
+    """`%%capture` above `%%ddp` is IPython's own, in the notebook; it keeps each new label as one more output."""
     cell = "%%capture out\n%%ddp\nprint('x', rank)\nprint('e', file=sys.stderr)\ndisplay(HTML('<b>a</b>'))"
     assert kernel.run(cell).outputs == []
     assert kernel.run("sorted(out.stdout.split('\\n'))").shown == ["['', '[rank 0] x 0', '[rank 1] x 1']"]
-    assert kernel.run("'e' in out.stderr, out.outputs[-1].data['text/html']").shown == ["(True, '<b>a</b>')"]
+    assert kernel.run("'e' in out.stderr, out.outputs[1].data['text/html']").shown == ["(True, '<b>a</b>')"]
     failed = kernel.run("%%capture out\n%%ddp --ranks 1\nraise ValueError('x')")
     assert failed.error == "RankError: rank 1 raised ValueError: x (the full error is in the captured output)"
     assert kernel.run("'ValueError' in out.stderr").shown == ["True"]

@@ -76,6 +76,11 @@ else:
     trainer.predict(net, loader(5))
 """
 
+MORE_DEVICES = """
+try: library.Trainer(devices=3, strategy="ddpilot", **quiet)
+except ValueError as error: print(error, file=sys.stderr, flush=True)
+"""
+
 TELL_PAUSES = """
 import time
 def tell_pause(seconds, sleep=time.sleep):
@@ -109,7 +114,7 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same script, where torchrun has started the ranks, and how they end: they collect garbage at exit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(COLLECT)
-        (facts,) = told(TRAIN + TELL_PAUSES, folder=tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
+        (facts,) = told(TRAIN + MORE_DEVICES + TELL_PAUSES, folder=tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
     return facts
 
 
@@ -117,6 +122,11 @@ def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) 
     """There it is plain DDP of the ranks that torchrun started."""
     assert not under_torchrun["starts"]
     assert under_torchrun["steps"] == 6
+
+
+def test_strategy_refuses_other_numbers_of_devices_under_torchrun(under_torchrun: dict[str, Any]) -> None:
+    """As "ddp" does: with 3 devices on 2 ranks, a third of the samples would belong to no rank."""
+    assert under_torchrun["stderr"].count("(3 * 1) does not match the world size (2)") == 2
 
 
 def test_strategy_lets_gloos_threads_end_under_torchrun(under_torchrun: dict[str, Any]) -> None:
@@ -177,13 +187,20 @@ def fit_twice(strategy, folder):
         os.path.exists(saving.last_model_path)]
 with_ours = fit_twice("ddpilot", "ours")
 plain = fit_twice("ddp", "plain")  # with one device it starts no process; its samples come in the same order
-tell(plain=plain, ours=with_ours)
+starts = [library.Trainer(devices=n, strategy="ddpilot", **quiet).strategy.launcher is not None for n in (1, 2)]
+tell(plain=plain, ours=with_ours, starts=starts)
 """
 
 
 def test_a_trainer_fits_again_as_on_one_device(here: dict[str, dict[str, Any]]) -> None:
     """Progress, metrics, callbacks, checkpoints and the log's file are those of fits in this process."""
     assert here["again"]["ours"] == here["again"]["plain"]
+
+
+def test_the_ranks_are_started_after_a_fit_with_ddp_on_one_device(here: dict[str, dict[str, Any]]) -> None:
+    """Which leaves LOCAL_RANK set, as a launcher does for its ranks: two devices would train on half of the data."""
+    assert here["again"]["starts"] == [False, True]
+    assert here["mapped"]["on_ranks"]
 
 
 MAPPED = """
@@ -205,7 +222,9 @@ names = ["auto", "ddp_notebook", "ddp_spawn", "ddp_fork", "ddp_notebook_find_unu
 made = [make(name).strategy for name in names]
 kinds = [type(strategy).__name__ for strategy in made]
 class TestAtTheEnd(library.Callback):
-    def on_fit_end(self, trainer, module): trainer.test(module, loader(), verbose=False)
+    def on_fit_end(self, trainer, module):
+        module.process = os.getpid()
+        trainer.test(module, loader(), verbose=False)
 Net.test_step = Net.validation_step
 net, trainer = Net(), make(OfALibrary(find_unused_parameters=True))
 trainer.callbacks.append(TestAtTheEnd())
@@ -216,7 +235,7 @@ fabric = type(Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn").strateg
 ours.use_for_notebooks(False)
 now = dict(StrategyRegistry), _MultiProcessingLauncher.launch, _MultiProcessingLauncher.is_interactive_compatible
 tell(refused=refused, kinds=kinds, options=made[-1]._ddp_kwargs, object=[trainer.global_step, len(net.losses)],
-     fabric=fabric, back=now == before, trained=trained)
+     fabric=fabric, back=now == before, trained=trained, on_ranks=net.process != os.getpid())
 """
 
 

@@ -119,7 +119,7 @@ def _multiprocessing_launcher(module: ModuleType) -> Any:
 
 def _take_over(launcher_class: Any) -> None:
     """Patch Lightning's multiprocessing launcher, or a class that a library derived from it, for strategy objects."""
-    from ddpilot.integrations.lightning.strategies import RankServerLauncher
+    from ddpilot.integrations.lightning.strategies import RankServerLauncher, ranks_exist
     from ddpilot.launcher import Launcher
 
     original = launcher_class.launch
@@ -128,7 +128,7 @@ def _take_over(launcher_class: Any) -> None:
 
     @functools.wraps(original)
     def launch(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._strategy.cluster_environment.creates_processes_externally:
+        if ranks_exist(self._strategy):
             kwargs.pop("trainer", None)
             return function(*args, **kwargs)
         return RankServerLauncher(self._strategy, Launcher()).launch(function, *args, **kwargs)

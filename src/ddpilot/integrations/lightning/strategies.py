@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from ddpilot.errors import LaunchError, LaunchInterrupted, ShipError
 from ddpilot.group.teardown import let_works_end
 from ddpilot.integrations.lightning.namespaces import LIGHTNING, NAMESPACES, PYTORCH_LIGHTNING, Namespace, namespace_of
@@ -36,8 +38,9 @@ _DOC = """Lightning's `DDPStrategy` on ranks that are forked from ddpilot's rank
     `Launcher()`). Its `nproc_per_node` is not used, as `devices` determines it.
 
     If the processes already exist (under torchrun or `ddpilot run`, in a rank of a session or of `launch`, in a Slurm
-    job), it starts none and is plain DDP. Raises LaunchError for more than one node, ShipError for objects that cannot
-    be pickled, RankError with the earliest failure, and RanksStopped after an interrupt.
+    job), it starts none and is plain DDP, and raises ValueError if `devices` x `num_nodes` is not their number. Raises
+    LaunchError for more than one node, ShipError for objects that cannot be pickled, RankError with the earliest
+    failure, and RanksStopped after an interrupt.
     """
 
 
@@ -53,7 +56,7 @@ class _OnRankServer:
         self._options = launcher or Launcher()
 
     def _configure_launcher(self) -> None:
-        is_running = self.cluster_environment.creates_processes_externally
+        is_running = ranks_exist(self)
         if is_running:
             let_works_end()  # Lightning does not destroy a gloo group before the process ends
         self._launcher = None if is_running else RankServerLauncher(self, self._options)
@@ -62,6 +65,22 @@ class _OnRankServer:
         """Let Lightning extend torch's message about unused parameters, with ddpilot's names in its advice."""
         super().on_exception(exception)  # type: ignore[misc]
         exception.args = tuple(_with_our_names(each) for each in exception.args)
+
+
+def ranks_exist(strategy: Any) -> bool:
+    """True if another launcher has started the ranks of `strategy`, and this process is one of them.
+
+    Raises ValueError, as Lightning's own launcher does, if that has started more ranks or fewer.
+    """
+    environment = strategy.cluster_environment
+    if not environment.creates_processes_externally:
+        return False
+    own = namespace_of(strategy).of_fabric("plugins.environments").LightningEnvironment
+    if isinstance(environment, own) and dist.is_initialized() and dist.get_world_size() == 1:
+        # It goes by LOCAL_RANK, which a fit with "ddp" on one device sets in this process and leaves set.
+        return bool(strategy.num_nodes * strategy.num_processes == 1)
+    environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
+    return True
 
 
 def _with_our_names(text: Any) -> Any:
