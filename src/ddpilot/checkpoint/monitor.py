@@ -45,5 +45,9 @@ class Monitor:
             return True
         return (value - best if self.mode == "max" else best - value) > self.min_delta
 
+    def reaches(self, value: float, goal: float) -> bool:
+        """True if `value` is `goal` or better. False for NaN."""
+        return value >= goal if self.mode == "max" else value <= goal
+
     def __str__(self) -> str:
         return f"{self.mode} {self.name}"

@@ -20,6 +20,7 @@ from ddpilot.group.device import broadcast_tensors
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.logs import epoch_row
 from ddpilot.trainer.run import Run, find_inner
+from ddpilot.training.interval import Interval
 from ddpilot.training.logs.logger import numbers
 from ddpilot.training.models.sharding import has_sharded_layer, reshard, sharded_layers
 from ddpilot.training.models.shards import divide_as, gather, has_shards, is_shard, local_part
@@ -77,6 +78,10 @@ class EarlyStopping(_BestEpoch):
     with further epochs, patience starts over. Its attributes `best`, `best_epoch` and `best_update` are the best value
     so far, its epoch and the number of updates then.
 
+    `stop_at`: stop as soon as `monitor` reaches this value, however long that takes. `start`: do not stop before this
+    many epochs, or with a text such as "500 updates" this many updates, in total; epochs until then count for
+    `patience`.
+
     `restore_best`: load the weights of the best epoch into model and EMA at the end, on all ranks; until then rank 0
     and checkpoints hold a copy in CPU memory, or each rank one of its shards, which rank 0 gathers for a checkpoint.
     The optimizer keeps its state.
@@ -93,13 +98,18 @@ class EarlyStopping(_BestEpoch):
         mode: Literal["min", "max"] = "min",
         patience: int = 3,
         min_delta: float = 0.0,
+        stop_at: float | None = None,
+        start: int | str | None = None,
         restore_best: bool = False,
     ) -> None:
+        did = "making an EarlyStopping"
         if patience < 1:
             found = f"`patience` is {patience}"
-            raise LoopError("making an EarlyStopping", found=found, fix="Give a number of epochs, 1 or more.")
+            raise LoopError(did, found=found, fix="Give a number of epochs, 1 or more.")
         super().__init__(monitor, mode, min_delta)
         self._patience = patience
+        self._stop_at = stop_at
+        self._start = None if start is None else Interval.parse(start, did=did, name="start", unit="epochs")
         self._restore_best = restore_best
         self._weights: list[torch.Tensor] | None = None
         self.num_bad = 0
@@ -139,9 +149,15 @@ class EarlyStopping(_BestEpoch):
         self.num_bad = 0 if improves else self.num_bad + 1
         if improves and self._restore_best and _keeps_weights(run):
             self._weights = _copy(run)
-        if self.num_bad >= self._patience:
+        if self._start is not None and not self._start.is_due(0, _num_done(run, self._start, unit)):
+            return
+        value = numbers(epoch_row(run))[self.monitor]
+        if self._stop_at is not None and self._monitor.reaches(value, self._stop_at):
+            self.stopped = f"{self.monitor} is {value}, which reaches {self._stop_at}"
+        elif self.num_bad >= self._patience:
             best = f"epoch {self.best_epoch}" if unit == "epochs" else f"update {self.best_update}"
             self.stopped = f"{self.monitor} was not better than {self.best} of {best} for {self.num_bad} {unit}"
+        if self.stopped:
             self.stopped_unit, goal = _goal(run)
             self.stopped_goal = (run.num_epochs if goal is None else goal) or 0
             if run.loop.group.is_rank_zero:
@@ -169,6 +185,11 @@ class EarlyStopping(_BestEpoch):
         kept = dict(state)
         self._weights = kept.pop("weights", None)
         super().load_state_dict(kept)
+
+
+def _num_done(run: Run, start: Interval, unit: str) -> int:
+    """Return how many updates or epochs were completed; `unit`: "epochs" at the end of an epoch."""
+    return run.update if start.counts_updates else run.epoch + (unit == "epochs")
 
 
 def _goal(run: Run) -> tuple[str, int | None]:

@@ -9,7 +9,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def fit_here(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Exc
     if fit.dry_run:
         _run_dry(trainer, fit, signals)
         return None
+    with _loop_of(trainer, fit, signals) as loop:
+        return _fit_by(loop, trainer, fit)
+
+
+@contextmanager
+def _loop_of(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Iterator[Loop]:
+    """Yield the loop of a fit, and release its checkpoint directory."""
     loop = Loop(
         trainer.seed,
         accumulate=trainer.accumulate,
@@ -65,7 +73,7 @@ def fit_here(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Exc
     )
     loop.stop_by(signals)
     try:
-        return _fit_by(loop, trainer, fit)
+        yield loop
     finally:  # a traceback may keep the loop alive, and with it the checkpoint directory
         loop.release_directory()
 
@@ -95,9 +103,11 @@ def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Non
         progress=False,
     )
     try:
-        for _ in range(2):  # the second one loads the checkpoint of the first one
-            trial = copy_trainer(trainer)
-            fit_here(trial, short, signals)
+        trial, resumed = copy_trainer(trainer), copy_trainer(trainer)
+        fit_here(trial, short, signals)
+        with _loop_of(resumed, short, signals) as loop:
+            prepare_fit(resumed, loop, short)
+            loop.resume()
     finally:
         restore_rng(rng, group.device)
         if group.is_rank_zero:

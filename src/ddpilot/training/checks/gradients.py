@@ -116,6 +116,7 @@ class LeftoverGradientCheck:
         self._left: dict[nn.Parameter, int] = {}  # with the version of the gradient
         self._added: set[nn.Parameter] = set()
         self._stepped: list[OptimizerRecord] = []  # at the end of the current accumulation group
+        self._last: OptimizerRecord | None = None  # of the last step
 
     def begin_pass(self) -> list[RemovableHandle]:
         """Before a backward pass, forget gradients that were cleared, and record which of the rest it adds to.
@@ -140,7 +141,11 @@ class LeftoverGradientCheck:
         applied = {one for one in own.parameters if one.grad is not None}
         for prepared in self._prepared.models:
             if not applied.isdisjoint(self._added.intersection(prepared.trained.values())):
-                raise self._error(class_name(prepared.model), type(optimizer).__name__)
+                name = type(optimizer).__name__
+                if self._last is not None and set(self._last.parameters) < set(own.parameters):
+                    num = len(own.parameters)
+                    raise self._added_error(num - len(self._last.parameters), num, name)
+                raise self._error(class_name(prepared.model), name)
 
     def note_step(self, own: OptimizerRecord, *, in_group: bool = False) -> None:
         """Record which gradients remain after a step of an optimizer, whose `own` gradients were cleared.
@@ -150,6 +155,7 @@ class LeftoverGradientCheck:
         if in_group:
             self._stepped.append(own)
             return
+        self._last = own
         if self._left:
             for parameter in own.parameters:
                 self._left.pop(parameter, None)
@@ -163,6 +169,15 @@ class LeftoverGradientCheck:
         stepped, self._stepped = self._stepped, []
         for own in stepped:
             self.note_step(own)
+
+    def _added_error(self, num_added: int, num: int, optimizer: str) -> LoopError:
+        return LoopError(
+            "updating the weights",
+            found=f"{num_added} of the {num} parameters of this {optimizer} were added after its last loop.step(), "
+            "and their gradients contain those of earlier updates, which no optimizer applied or cleared",
+            fix="Write optimizer.zero_grad() right after optimizer.add_param_group(...), before the next "
+            "loop.backward().",
+        )
 
     def _error(self, model: str, optimizer: str) -> LoopError:
         return LoopError(

@@ -21,13 +21,21 @@ from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer, metric
         ({"mode": "max", "patience": 2}, (1.0, 3.0, 2.0, 3.0, 9.0), 4),
         ({"mode": "min", "patience": 1}, (3.0, 2.0, 1.0, 1.0, 0.0), 4),
         ({"mode": "max", "patience": 1, "min_delta": 0.5}, (1.0, 2.0, 2.5, 9.0, 9.0), 3),
+        ({"mode": "max", "patience": 1, "start": 4}, (3.0, 2.0, 1.0, 1.0, 9.0), 4),
+        ({"mode": "max", "patience": 1, "start": "7 updates"}, (3.0, 2.0, 1.0, 1.0, 9.0), 3),
+        ({"mode": "max", "stop_at": 2.0}, (float("nan"), 1.0, 2.0, 9.0, 9.0), 3),
+        ({"mode": "min", "stop_at": 2.0, "start": 3}, (1.0, 5.0, 1.5, 5.0, 5.0), 3),
+        ({"mode": "max", "stop_at": 2.0, "min_delta": 0.5}, (1.0, 1.8, 2.1, 9.0, 9.0), 3),
         ({"mode": "max", "patience": 2}, (float("nan"), 1.0, float("nan"), 2.0, 3.0), 5),
     ],
 )
 def test_early_stopping_counts_epochs_without_a_better_value(
     options: Any, values: tuple[float, ...], num_epochs: int
 ) -> None:
-    """Equal values, values within `min_delta` and NaN are not better; a better one resets the count."""
+    """Equal values, values within `min_delta` and NaN are not better; a better one resets the count.
+
+    It stops at once where `stop_at` is reached, and never before `start`.
+    """
     stopping = EarlyStopping("val_score", **options)
     assert len(fit(make_trainer(metric(*values), stopping), 5).history.epochs) == num_epochs
     assert bool(stopping.stopped) == (num_epochs < 5)
@@ -93,6 +101,8 @@ def test_early_stopping_lists_the_metrics_when_it_has_a_wrong_name() -> None:
         EarlyStopping(mode="best")  # type: ignore[arg-type]
     with pytest.raises(LoopError, match="`patience` is 0"):
         EarlyStopping(patience=0)
+    with pytest.raises(LoopError, match="`start` is '500 steps'. Did you mean \"500 updates\""):
+        EarlyStopping(start="500 steps")
     with pytest.raises(LoopError, match="`min_delta` is -1"):
         EarlyStopping(min_delta=-1)
 

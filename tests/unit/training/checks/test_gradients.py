@@ -288,6 +288,28 @@ def test_gradients_left_from_before_a_step_of_another_optimizer_are_refused(clea
     assert [weight.item() for weight in model.parameters()] == pytest.approx([0.8, 0.8])
 
 
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("num_accumulated", [1, 2])
+def test_gradients_of_parameters_that_an_optimizer_gets_later_must_be_cleared(
+    clears: bool, num_accumulated: int
+) -> None:
+    """`add_param_group` between updates: no optimizer had the parameter before, so its gradients were added up."""
+    loop, model, _, loader = make(8 * num_accumulated, accumulate=num_accumulated)
+    optimizer = torch.optim.SGD([model.a.weight], lr=0.1)
+    for number, (x,) in enumerate(loop.batches(loader)):
+        if number == num_accumulated:
+            optimizer.add_param_group({"params": [model.b.weight]})
+            if clears:
+                optimizer.zero_grad()
+        loop.backward(torch.cat(model(x)).mean())
+        if number == 2 * num_accumulated - 1 and not clears:
+            with pytest.raises(LoopError, match=r"1 of the 2 parameters of this SGD were added.*zero_grad\(\) right"):
+                loop.step(optimizer)
+            return
+        loop.step(optimizer)
+    assert [weight.item() for weight in model.parameters()] == pytest.approx([0.9, 0.95])
+
+
 def test_gradients_that_no_later_pass_adds_to_are_applied_after_steps_of_other_optimizers() -> None:
     """Of one backward pass, with a pass of the other weight in between; and of two passes before both steps."""
     loop, model, (of_a, of_b), loader = make(8)
