@@ -87,18 +87,33 @@ def user_tracebacks(error: BaseException) -> Iterator[None]:
             each.__suppress_context__ = suppresses
 
 
+MISSPELT = 0.86
+"""Cutoff for names that may also be right ones of something else: `container_id` of sbatch is not `container`."""
+
+
 def did_you_mean(
     name: str, known: Iterable[str], *, show: Callable[[str], str] = "`{}`".format, cutoff: float = 0.6, num: int = 1
 ) -> str:
     """Return "Did you mean `...`?" with the names in `known` that are most similar to `name`, or "" if none is similar.
 
-    Names that contain all of a name of several words come first: "global_batch_size" for "batch_size".
-    `show`: how a name is written; `cutoff`: the similarity that a name needs, 0 to 1; `num`: how many to show at most.
+    Names that contain all of a name of several words come first: "global_batch_size" for "batch_size"; then those that
+    one slip of the keyboard turns into `name`.
+    `show`: how a name is written; `cutoff`: the similarity that other names need, 0 to 1; `num`: how many to show at
+    most.
     """
     known = list(known)
     longer = [each for each in known if "_" in name and name in each]
-    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(name, known, num, cutoff)]))[:num]
+    slips = [each for each in known if _is_slip(name, each)]
+    near = list(dict.fromkeys([*longer, *slips, *difflib.get_close_matches(name, known, num, cutoff)]))[:num]
     return f"Did you mean {' or '.join(map(show, near))}?" if near else ""
+
+
+def _is_slip(name: str, meant: str) -> bool:
+    """Return True if `name` is `meant` with one letter more, less or different, or with two neighbours exchanged."""
+    start = sum(itertools.accumulate((one == other for one, other in zip(name, meant, strict=False)), min))
+    rest, right = name[start:], meant[start:]
+    variants = ((rest[1:], right[1:]), (rest[1:], right), (rest, right[1:]), (rest[1::-1] + rest[2:], right))
+    return len(name) > 2 and name != meant and any(one == other for one, other in variants)
 
 
 def list_names(names: Sequence[str], num: int = 5) -> str:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Job scripts of all shapes on a real Slurm: accepted by sbatch, and the same losses of one training by all of them."""
+"""Job scripts of all shapes on a real Slurm: accepted by sbatch, and the same losses of one training by all of them.
+
+A session on the nodes has those losses too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, losses
-from tests.soak import SOAK
+from tests.soak import SOAK, soak
 from tests.unit.slurm.scripts import GOLDEN, OPTIONS
 
 SHAPES = {
@@ -58,5 +61,23 @@ def test_shape_trains_as_plain_python_does(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained 60" in done.stdout
     assert "completed" in done.stderr
+    found = {number: float.fromhex(value) for number, value in losses(tmp_path).items()}
+    assert found == pytest.approx(alone, abs=1e-10)
+
+
+@soak
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(2, 2), (4, 1)])
+def test_session_trains_as_plain_python_does(
+    cluster: Cluster, tmp_path: Path, num_nodes: int, per_node: int, alone: dict[int, float]
+) -> None:
+    """The same script by `%run` in a cell of a notebook whose ranks are on the nodes."""
+    (tmp_path / "train.py").write_text(WITHOUT_DROPOUT)
+    (tmp_path / "notebook.ipy").write_text(
+        f"%load_ext ddpilot\n%ddp start --slurm --nodes {num_nodes} -n {per_node}\n"
+        "get_ipython().run_cell_magic('ddp', '', '%run train.py -1 0')\n%ddp stop\n"
+    )
+    words = (sys.executable, "-m", "IPython", "notebook.ipy")
+    done = cluster.run(*words, cwd=tmp_path, timeout_s=100, check=False, OMP_NUM_THREADS="1")
+    assert "[rank 0] trained 60" in done.stdout, done.stdout + done.stderr
     found = {number: float.fromhex(value) for number, value in losses(tmp_path).items()}
     assert found == pytest.approx(alone, abs=1e-10)

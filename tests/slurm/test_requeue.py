@@ -70,7 +70,7 @@ def test_job_goes_on_past_its_time_limit_and_is_followed_through_it(
         assert followed.wait(limit_s=115) == 0
     assert "exit code 75: job" in followed.out
     assert re.search(r" is running on .* is pending: .* is running on ", followed.err, re.DOTALL)
-    assert re.search(r"completed after \S+, requeued 1x before", followed.err)
+    assert re.search(r"completed after \S+, requeued \dx before", followed.err)  # on a slow machine also twice
     assert losses(tmp_path) == straight
 
 

@@ -181,18 +181,12 @@ def test_a_node_whose_rank_server_was_killed_starts_again_for_a_restart(cluster:
     session.execute("import torch, torch.distributed as dist; kept = rank + 1")
     server_pid = next(pid for pid in cluster.node_pids("n2") if any("serve(" in word for word in _command_line(pid)))
     os.kill(server_pid, signal.SIGKILL)
-    with pytest.raises(RankError, match="rank 1 "):
+    with pytest.raises(RankError, match="rank 1 was lost with node n2, which has no rank server any more"):
         session.execute("import time; time.sleep(100)")
-    wait_until(lambda: _is_lost(session), limit_s=10)
-    session.restart(1)
+    session.restart(1)  # at once, while its host may not have ended yet
     session.execute("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x)")
     assert session.pull("x.item()") == [2.0, 2.0]
     assert session.pull("kept", rank=0) == 1
-
-
-def _is_lost(session: Session) -> bool:
-    nodes = session._kernels.processes.nodes
-    return nodes is not None and nodes.node_of(1).is_lost
 
 
 def test_nothing_is_left_when_the_notebook_is_killed(cluster: Cluster, start: Start, tmp_path: Path) -> None:

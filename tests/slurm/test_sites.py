@@ -85,7 +85,7 @@ def test_login_node(cluster: Cluster, tmp_path: Path) -> None:
 def test_salloc(cluster: Cluster, tmp_path: Path) -> None:
     """Shell and notebook on the first node of an allocation; then a folder that is not shared."""
     (tmp_path / "work").mkdir()
-    slurmds = [cluster.node_pids(node)[0] for node in ("n1", "n2")]
+    slurmds = [int((cluster.folder / f"slurmd.{node}.pid").read_text()) for node in ("n1", "n2")]
     for pid in slurmds:  # in the mounts of that node alone
         words = ["nsenter", f"--target={pid}", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
         subprocess.run(words, check=True, timeout=20)

@@ -102,5 +102,7 @@ def test_did_you_mean_names_the_nearest() -> None:
     assert did_you_mean("strat", ["start", "stop"], show="--{}".format) == "Did you mean --start?"
     assert did_you_mean("losses", ["loss", "x", "losse"], num=3) == "Did you mean `losse` or `loss`?"
     assert did_you_mean("xyz", ["start", "stop"]) == ""
-    assert did_you_mean("strat", ["start"], cutoff=0.9) == ""
+    assert did_you_mean("starting", ["start"], cutoff=0.9) == ""
+    for name in ("tiem", "tme", "timee", "tome"):  # one slip, whatever the cutoff
+        assert did_you_mean(name, ["time", "nodes"], cutoff=0.9) == "Did you mean `time`?"
     assert did_you_mean("batch_size", ["batch_split", "global_batch_size"]) == "Did you mean `global_batch_size`?"

@@ -8,14 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ddpilot.errors import KubernetesError, SlurmError, did_you_mean
+from ddpilot.errors import MISSPELT, KubernetesError, SlurmError, did_you_mean
 from ddpilot.option_parser import OptionParser
 
 FieldOptions = tuple[tuple[str, str, Callable[[str], Any], str], ...]
 """Flags with slashes between them, placeholder, type and help of options that are one field of the job each."""
-
-_NEAR = 0.85
-"""Similarity to an option from which an unknown one counts as misspelled and is not passed on."""
 
 
 class JobParser(OptionParser):
@@ -93,7 +90,7 @@ class JobParser(OptionParser):
                 raise self._refuse_value(last, word)
             last = "" if equals else flag
             name, known_names = flag[2:], [each[2:] for each in self.flags]
-            if guess := did_you_mean(name, known_names, show="--{}".format, cutoff=_NEAR):
+            if guess := did_you_mean(name, known_names, show="--{}".format, cutoff=MISSPELT):
                 found = f"{flag} is not an option"
                 raise self._error(self._did, found=found, fix=guess, field=name.replace("-", "_"))
             passed_on[name] = value if equals else True

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from ddpilot.errors import KubernetesError, did_you_mean
+from ddpilot.errors import MISSPELT, KubernetesError, did_you_mean
 
 Kind = Literal["pytorchjob", "jobset"]
 Launcher = Literal["torchrun", "ddpilot"]
@@ -198,7 +198,7 @@ class KubernetesOptions:
         for name, value in self.extra.items():
             if name in _SUBSTITUTES:
                 raise refusal(name, value, f"The field is {_SUBSTITUTES[name]}")
-            if guess := did_you_mean(name, [*known, *_POD_FIELDS], cutoff=0.85) if name not in _POD_FIELDS else "":
+            if guess := did_you_mean(name, [*known, *_POD_FIELDS], cutoff=MISSPELT) if name not in _POD_FIELDS else "":
                 raise refusal(name, value, guess)
             if not re.fullmatch(r"[a-z][A-Za-z0-9]*", name):
                 raise refusal(name, value, "Give the name of a field of a pod's spec, such as serviceAccountName")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from ddpilot.errors import SlurmError, did_you_mean
+from ddpilot.errors import MISSPELT, SlurmError, did_you_mean
 
 Launcher = Literal["auto", "python", "torchrun", "ddpilot"]
 
@@ -275,7 +275,7 @@ class JobOptions:
                 raise refusal(name, text, SUBSTITUTES[name][0].upper() + SUBSTITUTES[name][1:])
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or (isinstance(text, str) and re.search(r"[\n\0]", text)):
                 raise refusal(name, text, "Give the name of an option of sbatch, and a value of one line")
-            if guess := did_you_mean(name, known, cutoff=0.85):
+            if guess := did_you_mean(name, known, cutoff=MISSPELT):
                 raise refusal(name, text, guess)
 
     @property

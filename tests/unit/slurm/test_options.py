@@ -40,6 +40,8 @@ from ddpilot.slurm.options import JobOptions, make_options
         ("modules", ("cuda\nrm",)),
         ("env", {"A B": "1"}),
         ("extra", {"gpu_per_node": "4"}),
+        ("extra", {"nodse": "2"}),
+        ("extra", {"tiem": "10"}),
         ("extra", {"wrap": "ls"}),
         ("extra", {"ntasks": "4"}),
     ],
@@ -72,7 +74,7 @@ def test_options_refuse_a_wrong_value_by_name(name: str, value: Any) -> None:
         ("dependency", "afterok:1:2,afterany:3_4"),
         ("dependency", "singleton"),
         ("exclusive", "user"),
-        ("extra", {"nice": "10", "spread_job": True}),
+        ("extra", {"nice": "10", "spread_job": True, "container_id": "7"}),
     ],
 )
 def test_options_accept_what_sbatch_accepts(name: str, value: Any) -> None:

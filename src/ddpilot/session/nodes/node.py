@@ -117,7 +117,7 @@ class Node:
         self.was_lost = False
         """True if it was lost before the session ended."""
         self.why_lost = ""
-        """As of `Link.lost`, with how its job has ended."""
+        """What happened to it, as in `Link.lost`."""
 
     def use(self, stream: Stream, received: bytes = b"") -> None:
         """Use `stream` from now on."""

@@ -25,7 +25,7 @@ from ddpilot.launching.rank_reports import Raised, Returned
 from ddpilot.launching.rank_server import job
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
-from ddpilot.launching.spawning import Ended, EventLoop, Reported, SpawnerEvent, Wrote
+from ddpilot.launching.spawning import SERVER_GONE, Ended, EventLoop, Reported, SpawnerEvent, Wrote
 from ddpilot.record.flight_ring.layout import CLOCK_AHEAD_NS
 from ddpilot.record.hook import RING_DIR_VARIABLE
 from ddpilot.record.journal import CLOCK_AHEAD_NS as JOURNAL_CLOCK_AHEAD_NS
@@ -317,7 +317,7 @@ class NodeRanks:
         for message in node.link.take():
             self._take(node, message)
         if node.link.lost and not node.is_lost:
-            self._lose(node)
+            self._lose(node, node.link.lost)
 
     def _take(self, node: Node, message: Any) -> None:
         if isinstance(message, (messages.KernelFrames, messages.ParcelAnswer)):
@@ -337,6 +337,10 @@ class NodeRanks:
             self._live[event.rank] = event.pid
         elif isinstance(event, Reported) and isinstance(event.report, (Returned, Raised)):
             event = replace(event, report=replace(event.report, time_s=event.report.time_s - node.offset_s))
+        elif isinstance(event, Ended) and event.reason == SERVER_GONE:
+            if not node.is_lost:  # its host is about to end; a restart that comes first starts it again too
+                self._lose(node, "has no rank server any more")
+            return
         elif isinstance(event, Ended):
             self._live.pop(event.rank, None)
             if event.exited is not None:
@@ -344,11 +348,10 @@ class NodeRanks:
                 event = replace(event, exited=exited)
         self._emit(event)
 
-    def _lose(self, node: Node) -> None:
+    def _lose(self, node: Node, why: str) -> None:
         """Report that a node is lost, and its ranks with it. If the job has ended, all nodes are lost."""
-        assert node.link is not None
         node.is_lost = node.was_lost = True
-        node.why_lost = node.link.lost
+        node.why_lost = why
         self._job_end = self._cluster.describe_job_end()
         lost = [node]
         for other in self.nodes if self._job_end else ():
