@@ -243,6 +243,10 @@ def _order(order: Mapping[str, Any], answer: Path) -> bool:
 
 
 def _call(functions: Any, names: Sequence[str], args: Sequence[Any]) -> None:
+    import torch
+
+    # After a fork, the first call in a process makes the thread pool anew; the threads of a backward pass would race.
+    torch.set_num_threads(torch.get_num_threads())
     faulthandler.register(signal.SIGUSR1)
     for name in names:
         print(f"{name} begins", flush=True)

@@ -89,7 +89,7 @@ def test_scaling_is_compared(run_command: Run) -> None:
     found = json.loads(done.stdout)
     assert [row["num_ranks"] for row in found["rows"]] == [1, 2]
     assert found["kind"] == "weak"
-    assert found["rows"][1]["speed_up"] > 1.2
+    assert found["rows"][1]["speed_up"] > 1.05  # 1 or less if the ranks slept one after the other
     assert [row["num_ranks"] for row in found["predicted"]] == [4]
     assert found["held_out"]["num_ranks"] == 2
     assert "1 bucket of 0.0686 MB" in found["notes"][0], found["notes"]

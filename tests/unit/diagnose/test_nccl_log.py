@@ -73,8 +73,9 @@ def test_interfaces_of_containers_and_bridges_are_named_with_the_one_to_take(tmp
     assert "`export NCCL_SOCKET_IFNAME=^lo,docker" in found(read(tmp_path, log))["DDP107"]
 
 
-def test_page_shows_what_a_log_means(tmp_path: Path) -> None:
+def test_page_shows_what_a_log_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/how_to/doctor.md has the whole report of a log in which one host uses the bridge of docker."""
+    monkeypatch.setenv("COLUMNS", "120")
     log = ETHERNET.replace("[0]ens3:10.0.0.1<0>", "[0]ens3:10.0.0.1<0> [1]docker0:172.17.0.1<0>")
     page = (Path(__file__).parents[3] / "docs" / "how_to" / "doctor.md").read_text()
     assert f"```text\n{str(read(tmp_path, log)).rstrip()}\n```\n" in page

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy
+import pytest
 
 from ddpilot.cli.profile_command import _read_part
 from ddpilot.profiler.result import make_profile
@@ -61,8 +62,9 @@ def test_the_mean_is_stated_if_it_differs_from_the_median() -> None:
     assert "12 ms each (12 to 52; 22 on average)" in uneven.headline
 
 
-def test_page_shows_a_profile_as_it_is(tmp_path: Path) -> None:
+def test_page_shows_a_profile_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/how_to/profile.md has the report of a recording in which rank 1 loads data more slowly, and rows of it."""
+    monkeypatch.setenv("COLUMNS", "120")
     write_recording(tmp_path, 2, 60)
     summary = make_profile([read_times(tmp_path, rank) for rank in (0, 1)]).summary.rstrip()
     page = (Path(__file__).parents[3] / "docs" / "how_to" / "profile.md").read_text()
