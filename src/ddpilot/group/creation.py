@@ -12,7 +12,7 @@ import socket
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -45,6 +45,9 @@ from ddpilot.group.teardown import let_works_end, take_down
 
 _AT_EXIT_S = 2.0
 
+CHECKS_BEFORE_JOINING: list[Callable[[], None]] = []
+"""Called by `join_group` before this process waits for the other ranks; they raise if those cannot all come."""
+
 
 def join_group(backend: str | None, timeout_s: float | None, distributed: bool | None) -> Group:
     """The group of this job, existing or new, as documented for `init_group`. Collective."""
@@ -54,6 +57,9 @@ def join_group(backend: str | None, timeout_s: float | None, distributed: bool |
     backend = backend or environ.get("DDPILOT_BACKEND") or None
     if dist.is_initialized():
         return existing_group(topology, backend)
+    if topology.is_distributed:
+        for check in CHECKS_BEFORE_JOINING:
+            check()
     choice = resolve_device(detect_device_facts(environ, topology.local_rank), backend)
     device = use_device(choice)
     limit_s = default_pg_timeout.total_seconds() if timeout_s is None else timeout_s

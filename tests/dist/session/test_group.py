@@ -92,6 +92,9 @@ def test_entering_from_a_cell_on_some_ranks_is_refused_with_what_to_do(start: St
     with pytest.raises(RankError, match="this cell runs on ranks 0,2 only, but rank 1 must enter it too") as caught:
         session.execute("group.barrier()", ranks=[0, 2])
     assert "Run this cell on all ranks" in str(caught.value)
+    session.execute("import ddpilot\nwith ddpilot.init_group() as own: own.barrier()")
+    with pytest.raises(RankError, match="this cell runs on rank 0 only, but ranks 1,2 must enter it too"):
+        session.execute("ddpilot.init_group()", ranks=[0])
     session.execute("group.barrier()")
     session.execute("import torch.distributed as dist; assert dist.get_world_size() == 3", ranks=[0])
 

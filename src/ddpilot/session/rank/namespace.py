@@ -7,11 +7,10 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
-from torch.distributed import distributed_c10d as c10d
-
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import GroupError
 from ddpilot.findings.text import render_ranks
+from ddpilot.group.creation import CHECKS_BEFORE_JOINING
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.process_group import Group
@@ -85,8 +84,6 @@ class RankContext:
         """Return the group of this rank. Enters one if the rank is not in a group, which is collective."""
         if self._group is not None and self._group.is_live:
             return self._group
-        if not c10d.is_initialized():
-            self._refuse_alone()
         self._group = init_group()
         return self._group
 
@@ -131,6 +128,7 @@ class RankContext:
     def prepare(self) -> None:
         """Set the session's names in the namespace, seed random number generators and run the apps' initializers."""
         self.namespace.update(self.names)
+        CHECKS_BEFORE_JOINING.append(self._refuse_alone)
         enter_when_needed(self._enter_for_torch)
         if self.start.seed is not None:
             seed_all(self.start.seed)
