@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from contextlib import suppress
 
 from ddpilot._project import page_url
@@ -79,6 +81,12 @@ def explain(words: str, *, color: bool = False) -> str:
             head = f"Pages that fit {_shorten(words)}, the likeliest first:"
             tail = f"`ddpilot explain {fitting[0].code}` prints one; `ddpilot watch` reports on a job."
             return f"{head}\n\n{list_entries(fitting)}\n{tail}\n"
+        if os.path.isfile(words):
+            raise DdpilotError(
+                f"looking up {_shorten(words)}",
+                found="no finding has this name, and a file has",
+                fix=f"Read what the file contains: `ddpilot explain - < {shlex.quote(words)}`",
+            )
         if len(words.split()) == 1:
             return render_page(find_entry(words), color=color)
         raise DdpilotError(

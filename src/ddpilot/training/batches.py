@@ -198,8 +198,9 @@ def check_loader(loader: Any) -> None:
         return
     is_torchs = isinstance(loader, DataLoader)
     raise LoopError(
-        "beginning an epoch",
-        found=f"a {type(loader).__name__}" + (", which every rank would read as a whole" if is_torchs else ""),
+        "reading batches",
+        found=f"a {type(loader).__name__}, which "
+        + ("every rank would read as a whole" if is_torchs else "is not a loader"),
         fix=f"Pass {'loop.prepare_data_loader(loader) or ' * is_torchs}loop.loader(dataset, global_batch_size=...).",
     )
 

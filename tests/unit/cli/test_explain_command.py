@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -177,6 +178,14 @@ def test_explain_refuses_a_message_that_no_page_knows() -> None:
     """It quotes the message, shortened."""
     with pytest.raises(DdpilotError, match="no page matches 'xyz xyz xyz .*\\.\\.\\.'"):
         explain("xyz " * 200)
+
+
+def test_explain_of_a_file_says_how_to_read_it(tmp_path: Path) -> None:
+    """Its name is no message."""
+    log = tmp_path / "log of the job.txt"
+    log.write_text("Watchdog caught collective operation timeout")
+    with pytest.raises(DdpilotError, match=re.escape(f"`ddpilot explain - < '{log}'`")):
+        explain(str(log))
 
 
 def test_explain_shows_code_and_the_command_that_names_rank_and_line() -> None:

@@ -73,7 +73,7 @@ def test_iterate_groups_of_no_samples_is_empty(known: bool) -> None:
             DataLoader(TensorDataset(torch.ones(3))),
             r"a DataLoader, which every rank would read as a whole. Pass loop.prepare_data_loader",
         ),
-        ([1, 2], r"a list. Pass loop.loader\(dataset, global_batch_size=...\)"),
+        ([1, 2], r"a list, which is not a loader. Pass loop.loader\(dataset, global_batch_size=...\)"),
     ],
 )
 def test_iterate_groups_refuses_what_nobody_divided(loader: Any, text: str) -> None:

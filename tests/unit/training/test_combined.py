@@ -141,7 +141,7 @@ def test_loaders_are_checked() -> None:
     cases: list[tuple[Any, str]] = [
         (one, "the same loader twice"),
         (joint, "divided by the dataset or by a sampler"),
-        ([1, 2], "beginning an epoch: a list"),
+        ([1, 2], "reading batches: a list, which is not a loader"),
         (make_loaders(loop, 0)[0], "loader 1 has no batch that could be repeated"),
         (loop.loader(Stream(4), global_batch_size=2), "loader 1 is of a dataset without a length"),
     ]

@@ -430,7 +430,10 @@ def _evidence(cause: Cause, comparison: Comparison, first: MatchedStep, proof: M
 
 
 def _name_some(what: str, lines: Mapping[str, str], matched: MatchedStep) -> list[str]:
-    named = [f"step {matched.number}: {what} {name}: {line}" for name, line in list(lines.items())[:_MAX_NAMED]]
+    named = [
+        f"step {matched.number}: {name if name.startswith(f'{what} ') else f'{what} {name}'}: {line}"
+        for name, line in list(lines.items())[:_MAX_NAMED]
+    ]
     rest = len(lines) - _MAX_NAMED
     return [*named, f"and {rest} more"] if rest > 0 else named
 
