@@ -150,7 +150,9 @@ def _extra_forward(here: CollectiveSide, there: CollectiveSide, split: Split | N
         return None
     branch = split if isinstance(split, BranchTaken) and split.ranks == here.ranks else None
     position = _position(here.entry)
-    is_new = position not in here.lines and position not in there.lines and bool(here.lines)
+    # The order of buckets is broadcast in the second forward of a model: the first one's line called no collective.
+    is_seen = part.what == "buffers" and bool(here.lines)
+    is_new = is_seen and position not in here.lines and position not in there.lines
     same_line = there.entry is not None and _position(there.entry) == position
     if same_line or (branch is None and not is_new):
         return None

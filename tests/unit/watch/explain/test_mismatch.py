@@ -361,6 +361,28 @@ for x in loader:
     assert finding.place.line == 5
 
 
+def test_a_skipped_collective_that_met_the_order_of_buckets_is_no_forward_of_one_rank() -> None:
+    """DDP broadcasts the order in the second forward, whose line has called no collective before."""
+    source = """\
+for x in loader:
+    loss = model(x)
+    loss.backward()
+    if rank != 1:
+        dist.all_reduce(loss)
+"""
+    zero, one = writers(source)
+    zero.call("all_reduce", 3, ddp=bucket()).wait("all_reduce", 5)
+    one.call("all_reduce", 3, ddp=bucket()).wait("broadcast", 2, ddp=part("bucket order"))
+    finding = find(source, zero, one)
+    assert finding.code == "DDP201"
+    assert "train.py:5 is inside `if rank != 1:` (train.py:4)" in finding.why
+    source = source.replace("dist.all_reduce(loss)", "model(x)")
+    zero, one = writers(source)
+    zero.call("all_reduce", 3, ddp=bucket()).wait("broadcast", 5, ddp=part("bucket order"))
+    one.call("all_reduce", 3, ddp=bucket()).wait("all_reduce", 3, ddp=bucket())
+    assert find(source, zero, one).code == "DDP211"
+
+
 def test_a_bucket_that_one_rank_left_out_is_named_by_its_parameters() -> None:
     """It has begun the bucket before, in the same backward."""
     zero, one = writers("y.backward()\ndist.barrier()\n")
