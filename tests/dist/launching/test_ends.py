@@ -134,6 +134,28 @@ def test_launch_waits_for_threads_and_exit_handlers_of_a_rank(capfd: pytest.Capt
         Launcher(nproc_per_node=1, timeout_s=2.0).run(leave_work, 600.0)
 
 
+def test_exit_handlers_free_nothing_whose_destructor_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    """Such as a process group in a cycle; a process that exits frees nothing."""
+
+    def leave_a_cycle() -> None:
+        import atexit
+
+        class Waits:
+            def __del__(self) -> None:
+                print("freed", flush=True)
+
+        def end() -> list[list[int]]:
+            one = Waits()
+            one.itself = one  # type: ignore[attr-defined]
+            del one
+            return [[] for _ in range(100_000)]
+
+        atexit.register(end)
+
+    Launcher(nproc_per_node=1).run(leave_a_cycle)
+    assert "freed" not in capfd.readouterr().out
+
+
 def test_launch_says_that_a_rank_died_while_exiting(capfd: pytest.CaptureFixture[str]) -> None:
     """Its value was received, so the launch succeeds, with a notice about the crash in its exit handler."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import pkgutil
@@ -166,6 +167,7 @@ def _finish(exitcode: int) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a library's handler would raise inside an exit handler
         threading._shutdown()  # type: ignore[attr-defined]
+        gc.disable()  # a collection in an exit handler could free a process group, whose destructor waits for its works
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
