@@ -76,7 +76,7 @@ def loop_left_on_some_ranks(facts: Facts) -> Iterator[Report]:
 
 @rule("DDP208")
 def loop_left_by_own_loss(facts: Facts) -> Iterator[Report]:
-    """A `break` or `return` that each rank decides by its own loss, after the DDP step of a loop."""
+    """A `break` or `return` in a loop with DDP steps whose condition is the loss of one rank."""
     steps = [call for call in facts.forwards if _trains(facts, call)]
     for loop in _loops_around(facts, steps):
         lines = [_line_within(facts, call, loop) for call in steps if call in {*facts.program.calls_inside(loop)}]

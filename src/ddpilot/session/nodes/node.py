@@ -117,7 +117,7 @@ class Node:
         self.was_lost = False
         """True if it was lost before the session ended."""
         self.why_lost = ""
-        """What happened to it, as in `Link.lost`."""
+        """The reason, as in `Link.lost`; empty if it was not lost."""
 
     def use(self, stream: Stream, received: bytes = b"") -> None:
         """Use `stream` from now on."""
