@@ -20,6 +20,8 @@ MAX_GRADIENTS = 64
 """Up to this number of parameters, every gradient is examined."""
 LOCAL_STEPS = 16
 """Steps without a reduction by DDP may be intended up to this one, which is always checked: local SGD skips some."""
+NO_GROUP = "no group"
+"""Start of the name of each generation in which a rank has no default process group; see `GroupGenerations`."""
 MIN_NORM_SAMPLES = 16
 """Fewer samples per rank make statistics of BatchNorm noisy; from 32 on there is no effect. `Loop` uses the same limit
 before an epoch (DDP501)."""
@@ -109,6 +111,8 @@ class ParameterSetNote(SiteNote):
     """Line that wrapped the DDP model."""
     dropped: Site
     """Line that wrapped a model with these parameters, if its wrapper has been freed."""
+    is_seeded: bool
+    """True if the program has seeded torch's random numbers."""
 
 
 class OrdinaryStepNote(TypedDict):

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddpilot.guard.notes import NO_GROUP
+
 _MAX_LISTED = 256
+_OTHER_COMMUNICATION = ("horovod", "mpi4py.MPI")
+"""Modules through which ranks may average gradients without a process group of torch."""
+
 _C10D: Any = dist.distributed_c10d if dist.is_available() else None
 
 
@@ -26,22 +32,22 @@ def describe_group(group: Any) -> str:
 class GroupGenerations:
     """Names each default process group of this process with a name equal on all of its ranks, also after a rebuild.
 
-    A restarted rank counts from 0 again, and so do its groups' collectives: notes from different generations are never
-    compared.
+    The time before a group, and between two, has a name too, which starts with `NO_GROUP`. A restarted rank counts from
+    0 again, and so do its groups' collectives: notes from different generations are never compared.
     """
 
     def __init__(self) -> None:
-        self.group: Any = None
-        """The default group at the last call of `has_changed`."""
+        self.group: Any = self  # unlike any group, and unlike None
+        """The default group at the last call of `has_changed`; None if there was none."""
         self._num_of: dict[str, int] = {}
         self.name = ""
 
     def has_changed(self) -> bool:
         """True if the default group has changed since the last call; `name` is its generation from then on."""
-        if self.group is not None and dist.group.WORLD is self.group:
+        if find_world() is self.group:
             return False
-        self.group = dist.group.WORLD
-        store = _describe_store()
+        self.group = find_world()
+        store = _describe_store() if self.group is not None else NO_GROUP
         self._num_of[store] = self._num_of.get(store, 0) + 1
         self.name = f"{store}/{self._num_of[store]}"
         return True
@@ -83,3 +89,14 @@ def find_world() -> Any:
     """Return the default process group of this process; None if there is none."""
     # `dist.group.WORLD` calls three more torch functions, which would cost time in every step.
     return None if _C10D is None else _C10D._world.default_pg
+
+
+def is_alone(world: Any) -> bool:
+    """True if this process trains with no other one: `world`, its default group, has one rank.
+
+    Without a group, a rank of several is not alone, as the program may have omitted the group by mistake.
+    """
+    if world is not None:
+        return bool(world.size() < 2)
+    num_ranks = os.environ.get("WORLD_SIZE", "")
+    return not num_ranks.isdecimal() or int(num_ranks) < 2 or any(name in sys.modules for name in _OTHER_COMMUNICATION)

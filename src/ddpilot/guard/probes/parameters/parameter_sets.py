@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -55,6 +56,8 @@ _MAX_PATTERNS = 16
 _MAX_OPTIMIZERS = 64
 _MAX_TENSORS = 8192
 _MAX_RATES = 8
+_MIN_RANDOM_SEED = 1 << 32
+"""The seed that torch starts with is random and almost never below this; those that programs set are."""
 _BUSY_S = 0.5
 """How long the last steps' notes wait for a busy GPU, in seconds."""
 
@@ -415,6 +418,7 @@ class ParameterSets:
             site=self._notes.site(),
             made=model.site if model else {},
             dropped={} if model else self._find_dropped(parameters),
+            is_seeded=torch.initial_seed() < _MIN_RANDOM_SEED,
         )
         self._notes.write("parameter_set", note)
 

@@ -24,7 +24,7 @@ from ddpilot.guard.probes.caller_source import reads_gradients
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel, UnusedCount
 from ddpilot.guard.probes.parameters.parameter_sets import OpenStep, ParameterSets
-from ddpilot.guard.probes.process_groups import GroupGenerations, describe_group, find_world
+from ddpilot.guard.probes.process_groups import GroupGenerations, describe_group, find_world, is_alone
 from ddpilot.record.accelerator import is_capturing
 
 _MAX_MODELS = 64
@@ -44,7 +44,7 @@ class StepProbe:
         self._num_in_group: dict[str, int] = {}
         self._unused: list[UnusedCount] = []
         self._generations = GroupGenerations()
-        self._world: Any = None
+        self._world: Any = self  # unlike any group, and unlike None
         self._is_alone = True
         self._num_open = 0  # steps that have started and not ended
         self._opened: OpenStep | None = None
@@ -232,7 +232,7 @@ class StepProbe:
         self._num_open = self._num_open + 1 if is_nested else 1
         world = find_world()
         if world is not self._world:
-            self._world, self._is_alone = world, world is None or world.size() < 2
+            self._world, self._is_alone = world, is_alone(world)
         if is_nested:
             return None
         self._opened = None

@@ -56,6 +56,16 @@ NO_BACKWARD = Cause(
     "Call `loss.backward()` instead of `torch.autograd.grad`; or all-reduce these gradients before the step",
 )
 NEVER_WRAPPED = Cause("DDP324")
+_INIT = "Wrap the model in DDP, after `ddpilot.init_group()` or `dist.init_process_group()`; or use ddpilot.Loop"
+NO_GROUP = NEVER_WRAPPED._replace(
+    why="no rank has a process group, and no model is wrapped in DDP: each rank trains its own model",
+    fix=f"{_INIT}. If each rank should train its own model, as in cross-validation, use a different seed on each",
+)
+COPIES = NEVER_WRAPPED._replace(
+    why="no rank has a process group, and no model is wrapped in DDP: each rank repeats the same training on the same "
+    "batches",
+    fix=f"{_INIT}; `DistributedSampler` or `loop.loader` gives each rank its part of the data",
+)
 DROPPED = Cause(
     NEVER_WRAPPED.code,
     "the model was wrapped in DDP here, and the wrapper was discarded: the program continues with the model itself, "

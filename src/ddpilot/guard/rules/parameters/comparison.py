@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.notes import LOCAL_STEPS, ParameterSetNote, Site
+from ddpilot.guard.notes import LOCAL_STEPS, NO_GROUP, ParameterSetNote, Site
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
 from ddpilot.guard.rules.parameters.fingerprint_comparison import compare
@@ -34,6 +34,9 @@ NUM_FREE_STEPS = 50
 
 NUM_SINGLE_STEPS = 5
 """Steps that some ranks take, after reductions by all ranks, before missing steps of other ranks are reported."""
+
+NUM_COPIES = 5
+"""Checked steps that are equal on all ranks after which copies are reported at the end, without a process group."""
 
 NUM_UNLIKE = 5
 """Consecutive checked steps with equal gradients and different weights after which the weights are reported."""
@@ -82,6 +85,11 @@ class Comparison:
         """True if no DDP model has these parameters."""
         return bool(self.key[0] == "free")
 
+    @property
+    def is_without_group(self) -> bool:
+        """True if the ranks step without a process group: nothing of torch can average their gradients."""
+        return self.is_free and str(self.key[1]).partition("/")[0] == NO_GROUP
+
     def step(self, rank: int, entry: Entry) -> None:
         """Add a step that `rank` is about to take."""
         if self.is_over:
@@ -128,7 +136,11 @@ class Comparison:
     def finish(self) -> Finding | None:
         """Return the remaining finding when no rank will take another step."""
         first = self._first_bad
-        if self.is_over or first is None or self._num_steps < (2 if self.is_free else 1):
+        if self.is_over:
+            return None
+        if first is None and self._compared is not None and self._num_steps >= NUM_COPIES:
+            return self._copies(self._compared, at_end=True)
+        if first is None or self._num_steps < (2 if self.is_free else 1):
             return None
         if finding := self._left_out(at_end=True):
             return finding
@@ -156,7 +168,7 @@ class Comparison:
         self._has_own_gradients |= bool(difference.gradients)
         if self._began_alike is None:
             self._began_alike = not difference.parameters
-        if self.is_free and (finding := self._unlike(matched)):
+        if self.is_free and (finding := self._unlike(matched) or self._copies(matched)):
             return finding
         if not difference.parameters:
             if self._is_apart and not matched.is_reduced:
@@ -224,7 +236,7 @@ class Comparison:
 
     def _num_free_steps(self) -> int:
         """Return fewer steps if the program discarded a DDP wrapper, or if nothing in its source exchanges anything."""
-        if self._num_local < LOCAL_STEPS:
+        if self._num_local < LOCAL_STEPS or self.is_without_group:
             return LOCAL_STEPS
         if self._never_exchanges is None:
             is_dropped = any(note["dropped"] for note in self.sets.values())
@@ -233,12 +245,27 @@ class Comparison:
         return LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
 
     def _is_one_model(self, matched: MatchedStep) -> bool:
-        """True if no DDP model has these parameters, which began equal and got different gradients."""
-        return self.is_free and bool(self._began_alike and matched.difference.gradients and not matched.rates)
+        """True if no DDP model has these parameters, which began equal and got different gradients.
+
+        Without a process group and without a seed, they may have begun different.
+        """
+        has_differed = bool(matched.difference.gradients) and not matched.rates
+        return self.is_free and has_differed and bool(self._began_alike or self._is_unseeded())
+
+    def _is_unseeded(self) -> bool:
+        """True if ranks without a process group have different weights because the program sets no seed."""
+        return self.is_without_group and not any(note["is_seeded"] for note in self.sets.values())
 
     def averaged(self) -> Averaged | None:
         """Return the parameters that were equal at the newest comparison; None if there was none."""
         return Averaged(self._compared) if self.is_free and self._compared else None
+
+    def _copies(self, matched: MatchedStep, *, at_end: bool = False) -> Finding | None:
+        """Return the finding if ranks without a process group train the same model on the same batches."""
+        is_same = not (self._is_apart or self._has_own_gradients or matched.difference.parameters or matched.rates)
+        if not (self.is_without_group and is_same and (at_end or self._count(matched) >= LOCAL_STEPS)):
+            return None
+        return self._make_finding(causes.COPIES, matched, matched)
 
     def _left_out(self, *, at_end: bool = False) -> Finding | None:
         """Return the finding if the program averages gradients itself and omits some; searches only a few times."""
@@ -288,7 +315,9 @@ class Comparison:
         if self.is_free:
             if not self._is_one_model(matched):
                 return causes.UNKNOWN
-            return causes.DROPPED if any(note["dropped"] for note in self.sets.values()) else causes.NEVER_WRAPPED
+            if any(note["dropped"] for note in self.sets.values()):
+                return causes.DROPPED
+            return causes.NO_GROUP if self.is_without_group else causes.NEVER_WRAPPED
         differing = {*matched.difference.gradients} or {*matched.difference.parameters}
         moved = {name.partition(":")[0] for note in self.sets.values() for name in note["moved"]}
         late = {note["names"][place] for note in self.sets.values() for place in note["late"]}
@@ -329,6 +358,8 @@ class Comparison:
 
     def _is_reduced_otherwise(self) -> bool:
         """True if other collectives may have averaged what DDP did not, or if that is unknown."""
+        if self.is_without_group:
+            return False
         largest = max(note["largest"] for note in self.sets.values())
         since = self._first_bad.steps if self._first_bad else {}
         first_ns = self.steps.first_ns
@@ -394,6 +425,8 @@ def _summary(first: MatchedStep, proof: MatchedStep, skipped: Skipped | None) ->
         return f"gradients differ between ranks at step {first.number}" + (
             f", parameters at step {proof.number}" if proof.difference.parameters else ""
         )
+    if not proof.difference.parameters:
+        return f"parameters and gradients are the same on {render_ranks(proof.steps)} at step {proof.number}"
     what = f"parameters differ between ranks before step {proof.number}"
     return f"{what}, gradients do not" if first.is_seen else f"{what}, the last"
 

@@ -90,7 +90,7 @@ class Job:
     def parameters(self, rank: int, names: Sequence[str] = ("a", "b"), **values: Any) -> None:
         """Its parameters."""
         values = {"late": [], "moved": [], "largest": 64, "site": SITE, "made": SITE | {"line": 3}} | values
-        values = {"sizes": [64] * len(names), "called": list(names), "dropped": {}} | values
+        values = {"sizes": [64] * len(names), "called": list(names), "dropped": {}, "is_seeded": True} | values
         self.note(rank, "parameter_set", key=list(self.key), names=list(names), **{"parameter_set": 1, **values})
 
     def step(
@@ -368,6 +368,57 @@ def test_divergence_of_a_model_that_was_never_wrapped_comes_early_where_ranks_ex
     assert run(Job(2, key=free, source=source), LOCAL_STEPS - 1).said == []
     early = run(Job(2, key=free, source=source), LOCAL_STEPS + 1)
     assert [finding.code for finding in early.said] == ["DDP324"] * is_early
+
+
+NO_GROUP = ("free", "no group/1/123", "train.py:7", 0)
+
+
+def train_apart(*, is_seeded: bool, rate_of_rank: float = 0.0) -> Job:
+    """Two ranks without a process group train models that begin different."""
+    job = Job(2, key=NO_GROUP)
+    for rank in range(2):
+        job.parameters(rank, is_seeded=is_seeded)
+    for number in range(1, LOCAL_STEPS + 1):
+        for rank in range(2):
+            job.step(rank, number, p=number + rank, g=1 + rank, seq=-1, rates=[0.1 + rate_of_rank * rank])
+    return job
+
+
+def test_divergence_without_a_process_group_is_found_where_models_begin_equal_or_without_a_seed() -> None:
+    """Models that the program seeds by rank, or gives other learning rates, are a search or an ensemble."""
+    (finding,) = run(Job(2, key=NO_GROUP), LOCAL_STEPS + 1, seq=-1).said
+    assert (finding.code, finding.ranks) == ("DDP324", (0, 1))
+    assert finding.why.startswith("no rank has a process group")
+    assert "init_group()" in finding.fix
+    assert train_apart(is_seeded=False).finish() == ["DDP324"]
+    assert train_apart(is_seeded=True).finish() == []
+    assert train_apart(is_seeded=False, rate_of_rank=0.1).finish() == []
+
+
+@pytest.mark.parametrize(
+    ("key", "steps", "early", "late"),
+    [
+        (NO_GROUP, LOCAL_STEPS, ["DDP324"], ["DDP324"]),
+        (NO_GROUP, 5, [], ["DDP324"]),
+        (NO_GROUP, 4, [], []),
+        (("free", "29500/1/123", "train.py:7", 0), NUM_FREE_STEPS, [], []),
+    ],
+)
+def test_divergence_without_a_process_group_finds_ranks_that_repeat_the_same_training(
+    key: Sequence[Any], steps: int, early: list[str], late: list[str]
+) -> None:
+    """In a group, they may be averaged, or are compared by their data. A few steps are a trial."""
+    job = Job(2, key=key)
+    for rank in range(2):
+        job.parameters(rank)
+    for number in range(1, steps + 1):
+        for rank in range(2):
+            job.step(rank, number, p=number, g=number, seq=-1)
+    assert [finding.code for finding in job.said] == early
+    assert job.finish() == late
+    for finding in job.said:
+        assert "the same on ranks 0,1" in finding.summary
+        assert "repeats the same training" in finding.why
 
 
 def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
