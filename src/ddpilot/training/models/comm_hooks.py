@@ -29,11 +29,11 @@ class PowerSGD:
     """
 
     rank: int = 1
-    """Columns of the matrices that are sent: the larger, the closer to the gradient and the more bytes."""
+    """Number of columns of the matrices that are sent. More columns are closer to the gradient, and take more bytes."""
     start: int = 1_000
-    """Number of updates with all-reduced gradients before, at least 2; torch proposes 10 % of the training."""
+    """Number of updates with all-reduced gradients before compression, at least 2; torch suggests 10 % of all."""
     min_compression_rate: float = 2.0
-    """Gradients that become less than this many times smaller are all-reduced as they are."""
+    """Gradients that compression would not make this many times smaller are all-reduced unchanged."""
     error_feedback: bool = True
     """False: what is lost is not kept, which saves the memory of one set of gradients and costs accuracy."""
     epsilon: float = 1e-8

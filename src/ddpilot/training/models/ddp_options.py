@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 class DDPOptions:
     """Options of `Loop.prepare` for DistributedDataParallel, and of `Trainer.fit` as `ddp=`.
 
-    Raises LoopError for arguments that DDP does not have and for an unknown `comm` or `shard`.
+    Raises LoopError for arguments that DDP does not have, and for an unknown `comm` or `shard`.
     """
 
     find_unused_parameters: bool | None = None

@@ -34,13 +34,12 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def full_state(thing: Optimizer | nn.Module) -> dict[str, Any]:
-    """Return the unsharded `state_dict()` of an optimizer, complete on rank 0. Collective if it is sharded.
+    """Return the unsharded `state_dict()` of an optimizer or model, complete on rank 0. Collective if it is sharded.
 
-    Also of a model, without DDP, whose parameters may be sharded; the other ranks then get {}. A model prepared with
-    `sync_every` is averaged first, which is collective.
+    For an optimizer, the other ranks get the same groups and, if it is sharded, no state. For a model without DDP whose
+    parameters are sharded, they get {}. A model prepared with `sync_every` is averaged first, which is collective.
 
-    The other ranks get the same groups and, for a sharded optimizer, no state. Tensors from other ranks are on the CPU;
-    a rank's own tensors are not copied: the next update changes them.
+    Tensors from other ranks are on the CPU. A rank's own tensors are not copied: the next update changes them.
     """
     if isinstance(thing, nn.Module):
         return strategy_of(thing).weights(
