@@ -162,9 +162,9 @@ class CheckpointDir:
     def claim(self) -> None:
         """Lock the directory for writing by this process, until `close`. Does nothing if this process has locked it.
 
-        Raises CheckpointError if a different live process holds the lock, on this machine or, with a file system that
-        shares locks, on a different one, and if the lock file is not a regular file. If the directory was deleted
-        since, this is reported and it is created again.
+        Raises CheckpointError if a different live process holds the lock, and if the lock file is not a regular file.
+        Processes on other machines are seen only if the file system shares locks. If the directory was deleted since,
+        this is reported and it is created again.
         """
         if self._remote is not None and not self._is_closed_at_exit:
             self._is_closed_at_exit = True

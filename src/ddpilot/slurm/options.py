@@ -169,8 +169,8 @@ class JobOptions:
     """Signal before the time limit, such as "USR1@120". With `requeue`, None is USR1@120."""
 
     requeue: bool = False
-    """Requeue the job after a preemption, after a lost node, and when its ranks have saved a checkpoint and exited with
-    75, as the ranks of a `Loop` or `Trainer` do at `signal`."""
+    """Requeue the job after a preemption, after a lost node, and when its ranks exit with 75 after a checkpoint. Ranks
+    of a `Loop` or `Trainer` do this at `signal`."""
 
     exclusive: bool | str = False
     """True: no other job on the nodes; "user": only jobs of the same user."""

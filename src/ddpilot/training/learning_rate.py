@@ -97,8 +97,8 @@ def find_learning_rate(
     The search is from Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). The
     suggestion is fastai's "valley": a point in the middle of the longest fall of the averaged loss.
 
-    Raises LoopError, on all ranks, for invalid limits, if the loss diverges within the first updates or never falls, if
-    there are no batches, and for sharded parameters or optimizer state.
+    Raises LoopError, on all ranks, for invalid limits, for sharded parameters or optimizer state, and if there are no
+    batches. Raises it also if the loss diverges within the first updates or never falls.
     """
     check_range(min_lr, max_lr, num_updates)
     if is_sharded(unwrap(model)) or isinstance(optimizer, ShardedState):

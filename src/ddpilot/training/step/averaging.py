@@ -45,7 +45,7 @@ class Averaging:
             raise LoopError(_DID, found=found, fix="Give a number of batches, or None for one epoch.")
 
     def read(self) -> tuple[Interval | None, Interval]:
-        """Return `start` and `every` as intervals."""
+        """Return `start` and `every` as intervals; `start` is None if it is not given."""
         start = None if self.start in (None, 0) else Interval.parse(self.start, did=_DID, name="start")
         return start, Interval.parse(self.every, did=_DID, name="every")
 
