@@ -47,7 +47,8 @@ class Group:
     backend: str
     """As torch reports it: "gloo", "nccl", "cpu:gloo,cuda:nccl"."""
     process_group_ref: weakref.ref[dist.ProcessGroup]
-    """Weak, so that a `Group` kept in a variable does not keep the sockets and threads of a group that was left."""
+    """Weak reference to torch's process group: a `Group` in a variable does not keep sockets and threads of a group
+    that was left."""
     adopted: bool = False
     """True if the group was created by other code than ddpilot; `leave` then does not destroy it."""
 

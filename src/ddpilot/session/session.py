@@ -141,12 +141,12 @@ class Session:
     def status(self) -> tuple[RankStatus, ...]:
         """Return the status of every rank: idle, busy or dead, its cell, its current collective and its resource usage.
 
-        Can be called while a different thread runs a cell. Takes a tenth of a second.
+        May be called while a different thread runs a cell. Takes a tenth of a second.
         """
         return read_statuses(self._kernels)
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids of all live ranks, by rank; none for ranks on other machines."""
+        """Return the process ids of all live ranks, by rank. Ranks on other machines are not included."""
         found = ((rank, self._kernels.processes.pid(rank)) for rank in self._kernels.states.live)
         return {rank: pid for rank, pid in found if pid is not None} if self.is_running else {}
 
@@ -283,7 +283,7 @@ class Session:
     def interrupt(self) -> bool:
         """Interrupt the cell that a different thread is running, as the interrupt button does.
 
-        Return False if there is none.
+        Returns False if no cell is running.
         """
         return self._kernels.interrupt()
 
@@ -329,7 +329,7 @@ class Session:
     def stop(self) -> None:
         """End the ranks: run the apps' finalizers and exit handlers, and kill ranks that take more than two seconds.
 
-        A second call does nothing. Raises LaunchInterrupted if it is interrupted; the ranks have ended all the same.
+        A second call does nothing. Raises LaunchInterrupted if it is interrupted; all ranks have ended then, too.
         """
         if self.is_running:
             with interrupt_message(

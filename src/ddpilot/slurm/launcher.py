@@ -124,7 +124,7 @@ class SlurmJob:
     num_ranks: int
     """Number of ranks."""
     known: list[Any] = field(default_factory=list, repr=False)
-    """Definitions that were pickled by value: values that are instances of them come back as such."""
+    """Definitions that were pickled by value; results have instances of these definitions."""
 
     def status(self) -> str:
         """Return a line about the job's state: why it is pending, where it runs, or why it ended."""

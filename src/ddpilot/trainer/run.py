@@ -48,9 +48,9 @@ class Run:
     num_epochs: int | None = 0
     """Total number of epochs at which this fit ends; None if it has `max_updates`."""
     until_epoch: int | None = None
-    """The same number if `fit` was given a total: `until_epoch`, or `epochs` with a `checkpoint_dir`; else None."""
+    """The same number if `fit` was given a total (`until_epoch`, or `epochs` with a `checkpoint_dir`); else None."""
     max_updates: int | None = None
-    """Total number of updates at which this fit ends; None if it counts epochs."""
+    """Total number of updates at which this fit ends; None if the fit counts epochs."""
     validate_every: Interval = EACH_EPOCH
     """Updates or epochs between validations."""
     batch: Any = None

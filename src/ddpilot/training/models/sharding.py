@@ -28,7 +28,7 @@ _DID = 'preparing a model with `shard="parameters"`'
 class ParameterSharding:
     """How `Loop.prepare(model, optimizer, shard=ParameterSharding(...))` shards parameters. LoopError if invalid.
 
-    The layers that are chosen are gathered one after the other; the rest of the model is gathered as a whole.
+    The chosen layers are gathered one at a time; the rest of the model is gathered as a whole.
     """
 
     layers: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
