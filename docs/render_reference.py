@@ -236,7 +236,12 @@ def _render_member(owner: str, name: str, value: object) -> str:
     function = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
     assert inspect.isfunction(function)
     shown = f"{owner}.{name}" if isinstance(value, property) else _signature(f"{owner}.{name}", function)
-    return f"`{shown}`\n: {' '.join((inspect.getdoc(function) or '').split())}\n"
+    return f"`{shown}`\n: {_indent(inspect.getdoc(function) or '')}\n"
+
+
+def _indent(doc: str) -> str:
+    """Return a docstring as the body of a definition: paragraphs and list items remain, each in one line."""
+    return textwrap.indent(re.sub(r"(?<!\n)\n(?!\n|- ) *", " ", doc), "  ").lstrip()
 
 
 def _signature(name: str, function: Any) -> str:

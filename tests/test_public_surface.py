@@ -152,6 +152,13 @@ def test_every_public_name_has_its_task_in_the_reference(reference: ModuleType) 
     assert sorted([*by_task, *errors, "__version__"]) == sorted(ddpilot.__all__)
 
 
+def test_reference_keeps_paragraphs_and_lists_of_a_method(reference: ModuleType) -> None:
+    """Each in one line, indented as the body of a definition."""
+    doc = "Do it.\n\nArguments:\n\n- `x`: one\n  two.\n- `y`: three.\n\nReturns\nit."
+    body = "Do it.\n\n  Arguments:\n\n  - `x`: one two.\n  - `y`: three.\n\n  Returns it."
+    assert reference._indent(doc) == body
+
+
 def test_reference_pages_are_what_the_docstrings_say(reference: ModuleType) -> None:
     """docs/reference has the rendered docstrings, to the letter, and no other page."""
     rendered = reference.render_reference()

@@ -23,8 +23,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class DdpilotError(Exception):
     """Base class of all errors that ddpilot raises.
 
-    `did`: what was being done, as a clause ("starting 2 ranks"); `found`: what was found instead, with the values;
-    `fix`: what to do, as a sentence; `rank`: the rank that the error is about, or None.
+    - `did`: the action that failed, as a clause ("starting 2 ranks").
+    - `found`: what was found instead, with the values.
+    - `fix`: what to do, as a sentence.
+    - `rank`: the rank that the error is about, or None.
     """
 
     def __init__(self, did: str, *, found: str, fix: str = "", rank: int | None = None) -> None:
@@ -149,7 +151,7 @@ class GroupError(DdpilotError, RuntimeError):
 
 
 class RendezvousError(GroupError):
-    """Not all ranks joined: an address, a port, a rank that is missing (`missing`) or that exists twice."""
+    """Not all ranks joined: a wrong address or port, a missing rank (`missing`), or a rank that exists twice."""
 
     def __init__(
         self, did: str, *, found: str, fix: str = "", rank: int | None = None, missing: tuple[int, ...] = ()
@@ -159,7 +161,7 @@ class RendezvousError(GroupError):
 
 
 class RemoteRankError(GroupError):
-    """A different rank raised inside `on_ranks`; this rank raises too, so that all ranks stop at the same call."""
+    """A different rank raised inside a call of all ranks, such as an `on_ranks` function; this rank raises too."""
 
 
 class LaunchError(DdpilotError, RuntimeError):
@@ -206,9 +208,10 @@ class WatchError(LaunchError):
 
 
 class SlurmError(DdpilotError, RuntimeError):
-    """Slurm, or what was to be given to it, is not as needed.
+    """Slurm reported an error, or a job cannot be submitted as requested.
 
-    `field`: the field of `JobOptions` at fault, or "". `is_outage`: Slurm did not answer, and may do later.
+    `field`: the field of `JobOptions` at fault, or "". `is_outage`: True if Slurm did not answer, which may be
+    temporary.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class SlurmError(DdpilotError, RuntimeError):
 
 
 class KubernetesError(DdpilotError, ValueError):
-    """A manifest cannot be made from these options. `field`: the option of `ddpilot k8s` at fault, or ""."""
+    """A manifest cannot be created from these options. `field`: the option of `ddpilot k8s` at fault, or ""."""
 
     def __init__(self, did: str, *, found: str, fix: str = "", rank: int | None = None, field: str = "") -> None:
         self.field = field
@@ -255,7 +258,7 @@ class LoopError(DdpilotError, RuntimeError):
 
 
 class NonFiniteError(LoopError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite. Raised on all ranks; `rank` is the first rank on which it was."""
+    """A loss or a gradient is NaN or infinite. Raised on all ranks; `rank` is the first rank with such a value."""
 
     def render(self) -> str:
         """The message without the rank prefix: every rank raises it, and `found` lists the ranks with the value."""
@@ -271,7 +274,10 @@ class CheckpointError(DdpilotError, RuntimeError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is incomplete or was changed, or holds objects that only code could rebuild. Nothing was loaded."""
+    """A checkpoint is incomplete or was changed, or holds objects that cannot be loaded without executing code.
+
+    Nothing was loaded.
+    """
 
 
 class MismatchedCheckpointError(CheckpointError, ValueError):
@@ -281,12 +287,16 @@ class MismatchedCheckpointError(CheckpointError, ValueError):
 class RankError(DdpilotError, RuntimeError):
     """A rank failed: it raised, exited or was killed. If several ranks failed, the earliest that is not a consequence.
 
-    The original exception is chained as `__cause__` if it could be pickled. `rank`: the rank that failed; `host`: name
-    of its machine, "" if ranks of several machines were lost at once; `exitcode`: of the process, minus the signal's
-    number if a signal killed it, 1 for an exception; `signal_name`: such as "SIGKILL", or None; `rank_traceback`: text
-    with source lines, in a session with ANSI colors, "" if there is none; `last_lines`: up to 20 lines of the rank's
-    output; `others`: a sentence about the other ranks; `findings`: what the watch has found, as `Findings`, or () if
-    there is nothing.
+    - `rank`: the rank that failed.
+    - `host`: name of its machine; "" if ranks of several machines were lost at once.
+    - `exitcode`: exit code of the process, minus the signal's number if a signal killed it, 1 for an exception.
+    - `signal_name`: such as "SIGKILL", or None.
+    - `rank_traceback`: text with source lines, in a session with ANSI colors; "" if there is none.
+    - `last_lines`: up to 20 lines of the rank's output.
+    - `others`: a sentence about the other ranks.
+    - `findings`: what the watch has found, as `Findings`, or ().
+
+    The original exception is chained as `__cause__` if it could be pickled.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from ddpilot.watch.options import WatchOptions
 @explain_unknown
 @dataclass(frozen=True, kw_only=True)
 class Launcher(LaunchOptions, WatchOptions):
-    """Runs functions on ranks of this machine, with options for the launch and for what watches it.
+    """Run functions on ranks of this machine, with options for the launch and for the watch.
 
     The options are validated on construction. Raises LaunchError for an invalid value.
     """
@@ -40,16 +40,16 @@ class Launcher(LaunchOptions, WatchOptions):
         """Run `fn(*args, **kwargs)` on every rank and return every rank's value, by rank.
 
         `fn` and its arguments may be defined in notebook cells; they are pickled by value. Ranks have torchrun's
-        environment and enter a process group themselves (`init_group()`, `init_process_group()`, or a library). Not
+        environment, and enter a process group themselves: by `init_group()`, `init_process_group()` or a library. Not
         collective: the parent calls it once.
 
         A rank whose function calls `sys.exit(0)` returns None. `os._exit` is a failure with any exit code, including 0:
-        it cannot be distinguished from a library that ended the process, and unflushed output is lost.
+        a library may have ended the process, and unflushed output is lost.
 
-        Raises ShipError (with the path of what cannot be pickled) or LaunchError before any rank starts; RankError for
-        the earliest failure; WatchError if a finding of the watch ends the launch; LaunchTimeoutError after
-        `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after Ctrl-C. In every case all processes of the launch
-        have exited.
+        Raises ShipError, with the path of what cannot be pickled, or LaunchError before any rank starts. Later it
+        raises RankError for the earliest failure, WatchError if a finding of the watch ends the launch,
+        LaunchTimeoutError after `timeout_s`, or LaunchInterrupted, a KeyboardInterrupt, after Ctrl-C. In every case all
+        processes of the launch have exited.
         """
         check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "run"))
         try:
@@ -69,10 +69,13 @@ def launch(
 ) -> RankResults:
     """Run `fn(*args, **kwargs)` on `nproc_per_node` ranks of this machine; `results[0]` is what rank 0 returned.
 
-    `nproc_per_node` ("auto": one per visible accelerator, else 1) and `nodes` are the only keywords that are not passed
-    to `fn`. `nodes`: run as a Slurm job on that many nodes, with `nproc_per_node` ranks on each, by default those
-    that `SlurmLauncher` chooses; None: on this machine. For all other options use `Launcher` or
-    `SlurmLauncher`; their methods `run` document what is raised.
+    All keywords but these two are passed to `fn`; for other options use `Launcher` or `SlurmLauncher`.
+
+    - `nproc_per_node`: number of ranks. "auto": one per visible accelerator, else 1.
+    - `nodes`: None: run on this machine. A number: run as a Slurm job on that many nodes, with `nproc_per_node` ranks
+      on each; "auto" is then the default of `SlurmLauncher`.
+
+    Not collective: the parent calls it once. Raises what `Launcher.run` or `SlurmLauncher.run` raises.
     """
     if nodes is not None:
         return _launch_on_nodes(nodes, nproc_per_node).run(fn, *args, **kwargs)

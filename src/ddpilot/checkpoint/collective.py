@@ -70,10 +70,13 @@ class CollectiveCheckpoints:
     ) -> None:
         """Save a checkpoint as `CheckpointDir.save` does, with every rank's random states. Collective.
 
-        `weights`, `state` and `metrics` are those of rank 0; `part` is each rank's own. `shards`: sharded tensors by
-        their paths, and on rank 0 whole ones next to them, which ranks write themselves in the background; only if
-        `can_share`. Returns on all ranks once all copies are in CPU memory. Raises CheckpointError on every rank if one
-        of them has values that cannot be saved; rank 0 reports disk errors, which do not stop training.
+        - `weights`, `state`, `metrics`: those of rank 0 are saved.
+        - `part`: the state of this rank.
+        - `shards`: sharded tensors by their paths, and on rank 0 whole ones next to them. Ranks write them in the
+          background; only if `can_share`.
+
+        Returns on all ranks once all copies are in CPU memory. Raises CheckpointError on every rank if one of them has
+        values that cannot be saved. Rank 0 reports disk errors, which do not stop training.
         """
         if shards:
             self._on_rank_zero(self.folder.wait)  # the copies that are written would be overwritten
@@ -109,7 +112,7 @@ class CollectiveCheckpoints:
     def can_share(self) -> bool:
         """True if all ranks see the directory of rank 0 and can lock files there, so that each can write. Collective.
 
-        It is found out once.
+        Determined at the first call.
         """
         if self._can_share is None:
             probe = self._on_rank_zero(lambda: self.folder.path / f".probe-{secrets.token_hex(4)}")
@@ -208,8 +211,8 @@ class CollectiveCheckpoints:
     def latest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, the same on every rank; None if there is none. Collective.
 
-        Rank 0 verifies it; the other ranks check that they read the same one, which each node downloads once if it is
-        at a URL. Raises CheckpointError on every rank if one of them cannot read it.
+        Rank 0 verifies it, and the other ranks check that they read the same checkpoint. From a URL, each node
+        downloads it once. Raises CheckpointError on every rank if one of them cannot read it.
         """
         chosen = self._on_rank_zero(self.folder.latest)
         if chosen is None:

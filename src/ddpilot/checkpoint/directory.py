@@ -68,15 +68,18 @@ _STALE = re.compile(
 class CheckpointDir:
     """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
 
-    `keep`: number of newest checkpoints to keep, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min
-    loss"; the best checkpoint by that metric is kept as well. `max_file_bytes`: the weights of a model with more bytes,
-    5 GB by default, are split into several safetensors files with an index, as Hugging Face's libraries do. `report`:
-    called with every message for the user, on the thread that called the method; stderr by default.
+    - `path`: a local directory, or an fsspec URL, such as "s3://bucket/run7".
+    - `keep`: number of newest checkpoints to keep, 3 by default, at least 1; None keeps all.
+    - `best`: "max acc" or "min loss": the best checkpoint by that metric is kept as well.
+    - `max_file_bytes`: the weights of a model with more bytes, 5 GB by default, are split into several safetensors
+      files with an index, as Hugging Face's libraries do.
+    - `staging_dir`: with a URL, the local directory below which checkpoints are written first. None: the environment
+      variable DDPILOT_STAGING_DIR, else ~/.cache/ddpilot/checkpoints.
+    - `report`: called with every message for the user, on the thread that called the method; stderr by default.
 
-    `path` may be an fsspec URL, such as "s3://bucket/run7": checkpoints are then written to a local directory below
-    `staging_dir` first (default: the environment variable DDPILOT_STAGING_DIR, else ~/.cache/ddpilot/checkpoints) and
-    uploaded in the background. `names`, `open`, `latest` and `best` are about those that are complete at the URL, and
-    download what is not in the local directory. `close` waits for the uploads; `save` does while two are not finished.
+    With a URL, checkpoints are uploaded in the background. `names`, `open`, `latest` and `best` find the checkpoints
+    that are complete at the URL, and download files that are not in the local directory. `close` waits for the uploads;
+    `save` waits while two are not finished.
 
     A save that fails because of the disk (no space, no permission, an I/O error) is reported and does not stop
     training: the last good checkpoint is kept. As a context manager, it waits for pending writes on exit.
@@ -127,7 +130,7 @@ class CheckpointDir:
         """Create the directory, write a test file in it and lock it for this process, before training starts.
 
         Raises CheckpointError if that fails, if a different live process writes checkpoints there, and if `latest` or
-        `best` is a file of a different program. A damaged `latest` or `best` next to checkpoints is renamed, which is
+        `best` is a file of a different program. A damaged `latest` or `best` next to checkpoints is renamed and
         reported.
         """
         try:
@@ -157,11 +160,11 @@ class CheckpointDir:
             self._remote.check_writable()
 
     def claim(self) -> None:
-        """Lock the directory for writing by this process, until `close`; it may hold the lock already.
+        """Lock the directory for writing by this process, until `close`. Does nothing if this process has locked it.
 
-        Raises CheckpointError if a different live process holds it, on this machine or, with a file system that shares
-        locks, on a different one, and if the lock file is not a regular file. If the directory was deleted since, that
-        is reported and it is created again.
+        Raises CheckpointError if a different live process holds the lock, and if the lock file is not a regular file.
+        Processes on other machines are seen only if the file system shares locks. If the directory was deleted since,
+        this is reported and it is created again.
         """
         if self._remote is not None and not self._is_closed_at_exit:
             self._is_closed_at_exit = True
@@ -205,11 +208,15 @@ class CheckpointDir:
     ) -> None:
         """Copy the state to CPU memory and write the copy in the background; waits for an earlier save first.
 
-        `weights`: state dicts by model name, `{"model": model.state_dict()}`, also of wrapped models. `state`: further
-        state dicts by name, equal on all ranks. `parts`: the state of each rank, one for each rank of
-        `progress.world_size`, or none. `metrics`: numbers to choose the best by. `staged`: the result of `stage`, if
-        other ranks write, too. The checkpoint becomes `latest` once it is completely on disk. Raises CheckpointError
-        for values of an unsupported type, and if a different process writes here.
+        - `progress`: the position of the run.
+        - `weights`: state dicts by model name, `{"model": model.state_dict()}`, also of wrapped models.
+        - `state`: further state dicts by name, equal on all ranks.
+        - `parts`: the state of each rank, one for each rank of `progress.world_size`, or none.
+        - `metrics`: numbers to choose the best by.
+        - `staged`: the result of `stage`, if other ranks write, too.
+
+        The checkpoint becomes `latest` once it is completely on disk. Raises CheckpointError for values of an
+        unsupported type, and if a different process writes here.
         """
         if staged is None:
             self._prepare_to_save()
@@ -306,7 +313,7 @@ class CheckpointDir:
     def open_same(self, chosen: Checkpoint) -> Checkpoint:
         """Return the checkpoint that a different rank has opened, with files that this rank can read.
 
-        Raises CorruptCheckpointError. The files are downloaded if the ranks share a URL, but no directory.
+        If the ranks share a URL but no directory, the files are downloaded. Raises CorruptCheckpointError.
         """
         name = chosen.path.name
         if self._remote is not None:

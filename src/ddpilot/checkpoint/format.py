@@ -230,11 +230,11 @@ class Checkpoint:
         return state
 
     def state_without_shards(self) -> dict[str, Any]:
-        """Return the saved state dicts as `state` does, without what is in shards."""
+        """Return the saved state dicts as `state` does, without the tensors in shards."""
         return dict(read_torch(self.path / STATE_FILE))
 
     def shards(self) -> ShardReader | None:
-        """Return what reads the shards that ranks have written; None if the checkpoint has none."""
+        """Return a reader of the shards that ranks have written; None if the checkpoint has none."""
         if SHARDS_FILE not in self.manifest.files:
             return None
         from ddpilot.checkpoint.shard_files import ShardReader  # slow to import

@@ -41,12 +41,14 @@ _NUM_SHOWN = 10
 def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
     """Load weights from `path` into `model`, in place, on the devices of its tensors. Call it on every rank.
 
-    `path`: a `.safetensors` file, a `torch.save` file with a state_dict (also under the key "state_dict",
-    "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (loads the latest; append "/best" for
-    the best), also at a URL, "s3://bucket/run7/best"; for weights in several safetensors files, their
-    `.safetensors.index.json` or its directory. Prefixes of DistributedDataParallel and torch.compile are ignored on
-    both sides. `name`: the model whose weights to load, if a
-    checkpoint holds several. No code in the file is executed.
+    Not collective. Prefixes of DistributedDataParallel and torch.compile are ignored on both sides. No code in the file
+    is executed.
+
+    - `path`: a `.safetensors` file; a `torch.save` file with a state_dict, also under the key "state_dict",
+      "model_state_dict" or "model"; a checkpoint; or a directory of checkpoints, whose latest is loaded (append "/best"
+      for the best). For weights in several safetensors files, their `.safetensors.index.json` or its directory. A URL
+      is possible, "s3://bucket/run7/best".
+    - `name`: the model whose weights to load, if a checkpoint holds several.
 
     Raises MismatchedCheckpointError with the missing, unexpected and mis-shaped names, CorruptCheckpointError, or
     CheckpointError if there is no file; the model is then unchanged.
@@ -142,11 +144,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
 def merge_shards(path: str | os.PathLike[str], to: str | os.PathLike[str], *, name: str = "model") -> Path:
     """Write one file with the whole state of a checkpoint whose parameters were sharded; return its path.
 
-    `path`: a checkpoint, or a directory of checkpoints (the latest; append "/best" for the best), also at a URL. `to`:
-    a file that does not exist: "model.safetensors" gets the weights called `name`, any other name a dict for
-    `torch.load(to, weights_only=True)`, with the state_dict of each model and each optimizer under its name. For plain
-    PyTorch and other libraries: `Loop` and `load_weights` read any checkpoint as it is. Run it in one process, which
-    holds the whole state. Checkpoints without shards are written alike.
+    Use it for plain PyTorch and other libraries; `Loop` and `load_weights` read any checkpoint as it is. Run it in one
+    process, which holds the whole state in memory. A checkpoint without shards is accepted, too.
+
+    - `path`: a checkpoint, or a directory of checkpoints (the latest; append "/best" for the best), also at a URL.
+    - `to`: a file that does not exist. "model.safetensors" gets the weights called `name`. Any other name gets a dict
+      for `torch.load(to, weights_only=True)`, with the state_dict of each model and each optimizer under its name.
 
     Raises CheckpointError if there is no checkpoint or `to` exists, and CorruptCheckpointError.
     """

@@ -55,7 +55,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -127,14 +127,17 @@ def explain(
 def lint(
     paths: Annotated[list[str], typer.Argument(help="Scripts, notebooks or folders.")],
     select: Annotated[
-        str, typer.Option(metavar="CODES", help="Codes to report; DDP4 stands for all that begin with it.")
+        str, typer.Option(metavar="CODES", help="Codes to report; DDP4 stands for all codes that begin with it.")
     ] = "",
     ignore: Annotated[str, typer.Option(metavar="CODES", help="Codes not to report.")] = "",
     format_: Annotated[str, typer.Option("--format", help="text, json, sarif or github.")] = "text",
-    fix: Annotated[bool, typer.Option("--fix", help="Print the safe fixes as a diff, and make them.")] = False,
-    diff: Annotated[bool, typer.Option("--diff", help="Print the safe fixes as a diff only.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Print the safe fixes as a diff, and apply them.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Only print the safe fixes as a diff.")] = False,
 ) -> None:
-    """Report DDP faults of scripts and notebooks without running them; the exit status is 1 if there are any."""
+    """Report DDP faults of scripts and notebooks without running them.
+
+    The exit status is 1 if there are any.
+    """
     from ddpilot.cli.lint_command import lint
 
     raise typer.Exit(lint(paths, select=select, ignore=ignore, output_format=format_, fix=fix, diff=diff))
@@ -146,7 +149,7 @@ def watch(
         str | None, typer.Argument(help="A job's id, the number of one of its processes, or its folder.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Report what is new until the job has ended.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Report further changes until the job has ended.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print all findings in full.")] = False,
 ) -> None:
     """Report what a job is waiting for or why it ended, while it runs or afterwards; without a job, list jobs."""
@@ -163,7 +166,8 @@ def gpu_check(
         str, typer.Option("--json", metavar="PATH", help="File for the report.")
     ] = "ddpilot-gpu-check.json",
     time_limit_s: Annotated[
-        float | None, typer.Option("--time-limit-s", metavar="S", help="Seconds for each check, in place of its own.")
+        float | None,
+        typer.Option("--time-limit-s", metavar="S", help="Seconds for each check, instead of its default."),
     ] = None,
 ) -> None:
     """Check ddpilot's claims about GPUs on this machine: ok, FAILED or cannot be shown here, with the evidence."""
@@ -184,7 +188,7 @@ def gpu_check(
 
 _NcclLogs = Annotated[
     list[str] | None,
-    typer.Option("--nccl-log", metavar="FILE", help="Say what a log of NCCL_DEBUG=INFO means; may be repeated."),
+    typer.Option("--nccl-log", metavar="FILE", help="Explain a log of NCCL_DEBUG=INFO; may be repeated."),
 ]
 
 
@@ -194,8 +198,8 @@ def doctor(
     program: Annotated[
         str | None,
         typer.Argument(
-            help="Check this script, or script.py:function, step by step; without one, the machine. With --nodes, "
-            "whether all nodes have the same code.",
+            help="Check this script, or script.py:function, step by step. Without it, check the machine. With --nodes, "
+            "check whether all nodes have the same code.",
             metavar="[PROGRAM]",
         ),
     ] = None,
@@ -206,7 +210,7 @@ def doctor(
     updates: Annotated[int, typer.Option("--updates", min=1, help="With PROGRAM, optimizer steps of each run.")] = 5,
     workers: Annotated[int | None, typer.Option("--workers", min=0, help="DataLoader workers of each rank.")] = None,
     checkpoint_dir: Annotated[
-        str, typer.Option("--checkpoint-dir", metavar="PATH", help="Folder in which checkpoints will be kept.")
+        str, typer.Option("--checkpoint-dir", metavar="PATH", help="Folder in which checkpoints will be saved.")
     ] = ".",
     live: Annotated[bool, typer.Option("--live/--no-live", help="Start ranks and measure what they exchange.")] = True,
     nodes: Annotated[
@@ -224,8 +228,8 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every line in full.")] = False,
 ) -> None:
-    """Check this machine, or a program, before a job runs: what was found and what to do. Words after -- are the
-    program's own.
+    """Check this machine, or a program, before a job runs: what was found and what to do. Words after --
+    are passed to the program.
 
     The exit status is 1 if something is wrong.
     """
@@ -259,7 +263,7 @@ def verify(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print a line for each update.")] = False,
 ) -> None:
-    """Compare what a program computes on one rank and on several; words after -- are the script's own.
+    """Compare what a program computes on one rank and on several; words after -- are passed to it.
 
     The exit status is 1 if the numbers differ by more than rounding, or cannot be compared.
     """
@@ -314,7 +318,10 @@ def profile(
         bool, typer.Option("--json", help="Print the profile as JSON, and no output of the script.")
     ] = False,
 ) -> None:
-    """Show where the time of an update goes on each rank, and what to change; words after -- are the script's own."""
+    """Show where the time of an update goes on each rank, and what to change.
+
+    Words after -- are passed to the script.
+    """
     from ddpilot.cli.profile_command import read_rank_options, run_profile
     from ddpilot.launching.elastic.options import RunOptions
 
@@ -352,7 +359,7 @@ def scale(
     html: Annotated[str, typer.Option("--html", metavar="PATH", help="File for the report with its pictures.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Compare the speed of a script at several numbers of ranks, and say where the rest is lost."""
+    """Compare the speed of a script at several numbers of ranks, and report what limits the speed-up."""
     from ddpilot.cli.profile_command import run_scale
     from ddpilot.launching.elastic.options import RunOptions
 
@@ -374,7 +381,7 @@ def tune(
     nproc_per_node: Annotated[
         str, typer.Option("-n", "--nproc-per-node", help="Ranks on this machine: a number, auto, gpu or cpu.")
     ] = "auto",
-    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Most pairs of runs of an option.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Maximum number of pairs of runs per option.")] = 5,
     updates: Annotated[int, typer.Option("--updates", help="Updates of each run.")] = 40,
     max_minutes: Annotated[
         float, typer.Option("--max-minutes", metavar="M", min=0.1, help="Time for all runs.")
@@ -384,8 +391,9 @@ def tune(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Try on a script what its profile says could make it faster, and print what does; words after -- are the script's
-    own.
+    """Profile a script, try options that could make it faster, and print those that do.
+
+    Words after -- are passed to the script.
     """
     from ddpilot.cli.tune_command import run_tune
 

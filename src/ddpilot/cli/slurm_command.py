@@ -97,7 +97,7 @@ def make_parser() -> JobParser:
     parser.add_argument(
         "--test-only", action="store_true", help="have sbatch check the job script, and do not submit it"
     )
-    parser.add_argument("--no-follow", dest="follow", action="store_false", help="submit, print the number and leave")
+    parser.add_argument("--no-follow", dest="follow", action="store_false", help="submit, print the number and exit")
     parser.add_fields(_OPTIONS)
     parser.add_argument(
         "--requeue", action="store_true", help="requeue the job when it is preempted or saved at --signal"

@@ -25,46 +25,49 @@ class LoaderOptions:
     """
 
     global_batch_size: int | None = None
-    """Samples of all ranks together in a batch, with the same results at any world size; or `batch_size_per_rank`."""
+    """Number of samples of all ranks together in a batch; results are the same at any world size. Or pass
+    `batch_size_per_rank`."""
     batch_size_per_rank: int | None = None
-    """Samples of each rank in a batch; in `Loop.prepare_data_loader`, True if the DataLoader's `batch_size` is that of
-    each rank."""
+    """Number of samples of each rank in a batch. In `Loop.prepare_data_loader`: True if the DataLoader's `batch_size`
+    is that of each rank."""
     shuffle: bool | None = None
-    """True: a different order in each epoch; None: False, in a fit its `shuffle`. Not for iterable datasets. With a
-    dataset of shards, the shards are in a different order, and `shuffle_buffer` samples of a shard are permuted."""
+    """True: a different order in each epoch. None: False, or in a fit the fit's `shuffle`. Not for iterable datasets.
+    With a dataset of shards, the order of the shards changes, and `shuffle_buffer` samples of a shard are permuted."""
     shuffle_buffer: int = 128
-    """Of a dataset of shards with `shuffle`: consecutive samples of each open shard that are in memory and permuted; 1:
-    only the shards are in a different order."""
+    """For a dataset of shards with `shuffle`: number of consecutive samples of each open shard that are in memory and
+    permuted. 1: only the order of the shards changes."""
     num_lanes: int = 64
-    """Of a dataset of shards: maximum number of shards that all ranks together read at the same time. The order depends
-    on it. At least the number of ranks times that of workers, so that each shard is read by one of them only."""
+    """For a dataset of shards: maximum number of shards that all ranks together read at the same time. The order of the
+    samples depends on it. Use at least the number of ranks times that of workers, so that each shard is read by one
+    worker only."""
     drop_last: bool = False
     """True: leave out a last batch that is smaller, on all ranks alike."""
     batch_split: Sequence[float] | None = None
     """The part of each batch that a rank takes, such as [2, 1]; None: equal parts."""
     weights: Sequence[float] | NDArray[np.float64] | None = None
-    """A weight for each sample: an epoch is `num_draws` draws by weight; None: each sample once. Map-style only."""
+    """A weight for each sample: an epoch has `num_draws` samples, drawn by weight. None: each sample once. Map-style
+    datasets only."""
     num_draws: int | None = None
-    """Samples in an epoch, with `weights`; None: as many as the dataset has."""
+    """With `weights`: number of samples in an epoch; None: the length of the dataset."""
     replacement: bool = True
     """With `weights`: True if a sample can be drawn several times in an epoch."""
     collate_fn: Collate | None = None
     """Makes a batch from a list of samples; None: torch's `default_collate`."""
     seed: int | None = None
-    """Determines the order, and the random state while samples are read; None: the loop's seed."""
+    """Seed for the order, and for the random state while samples are read; None: the loop's seed."""
     seed_samples: bool = True
-    """True: while a sample is read, Python's, NumPy's and torch's random state is a function of (seed, epoch, index),
-    so that augmentation does not depend on the number of ranks and workers; for an iterable dataset of (seed, epoch,
-    position), and the ranks compare its first samples. False: nothing is seeded, and a dataset's `__getitems__` is used
-    if it has one."""
+    """True: while a sample is read, Python's, NumPy's and torch's random state is a function of (seed, epoch, index).
+    Augmentation then does not depend on the number of ranks and workers. For an iterable dataset it is a function of
+    (seed, epoch, position), and the ranks compare its first samples. False: nothing is seeded, and a dataset's
+    `__getitems__` is used if it has one."""
     empty_ranks: bool = False
     """True: a batch may have fewer samples than there are ranks. For iterable datasets and
     `Loop.prepare_data_loader`."""
     divides_itself: bool = False
-    """True: an iterable dataset reads `torch.utils.data.get_worker_info()` and yields that part only. It then sees
-    rank x `num_workers` parts, so that nothing is read twice; ranks may have different numbers of batches, and the
-    order depends on the number of parts. False: every worker of every rank reads the whole stream and keeps its
-    part, so `iter(dataset)` has to yield the same samples in every process."""
+    """True: an iterable dataset calls `torch.utils.data.get_worker_info()` and yields that part only, of ranks x
+    `num_workers` parts. Ranks may then have different numbers of batches, and the order depends on the number of parts.
+    False: every worker of every rank reads the whole stream and keeps its part, so `iter(dataset)` has to yield the
+    same samples in every process."""
     num_workers: int = 0
     """Processes of each rank that read samples."""
     pin_memory: bool = False

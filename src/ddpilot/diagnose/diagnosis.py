@@ -89,7 +89,7 @@ class Diagnosis:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Diagnosis:
-        """Return the diagnosis that `to_dict` wrote."""
+        """Return the diagnosis that `to_dict` converted."""
         ranks = tuple(RankReport(**each) for each in values["ranks"])
         return cls(values["title"], tuple(map(Line.from_dict, values["lines"])), tuple(values["settings"]), ranks)
 

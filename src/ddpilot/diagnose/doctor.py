@@ -39,19 +39,23 @@ def doctor(
 ) -> Diagnosis:
     """Check this machine before a job runs on it: what was found, line by line, and what to do about it.
 
-    `nproc_per_node`: ranks of the job on this machine; None: one per visible accelerator, or 2 on the CPU.
-    `num_workers`: DataLoader workers of each rank. `checkpoint_dir`: where checkpoints will be; it need not exist.
-    `live`: start the ranks, which join a group, check values and measure times; False on a login node. Changes nothing
-    and ends no process. Raises LaunchError for a number of ranks that cannot be, and in a rank unless `nodes` is given.
+    Changes nothing and ends no process.
 
-    `reach`: addresses, as "host:port", to which this machine, or each node, must be able to connect: those that the job
-    downloads from, or a port of the login node. Without it nothing outside the job is contacted.
+    - `nproc_per_node`: number of ranks of the job on this machine; None: one per visible accelerator, or 2 on the CPU.
+    - `num_workers`: number of DataLoader workers of each rank.
+    - `checkpoint_dir`: where checkpoints will be; it need not exist.
+    - `live`: True starts the ranks, which join a group, check values and measure times. Use False on a login node.
+    - `reach`: addresses, as "host:port", to which this machine, or each node, must be able to connect, such as a
+      download server or a port of the login node. Without it nothing outside the job is contacted.
+    - `nodes`: True if this process is a rank of a job that torchrun, srun or mpirun started, possibly on several nodes.
+      Every node and the network between them is checked, with the job's number of ranks, and the result is the same on
+      all ranks. Collective.
+    - `script`: with `nodes`, the script that the job will run. Its code, and that of the Python files below its folder,
+      is compared between the nodes.
+    - `timeout_s`: seconds to wait for the other ranks.
 
-    `nodes`: this process is a rank of a job that torchrun, srun or mpirun started, possibly on several nodes: check
-    every node and the network between them, and return the same on all ranks. Collective; the number of ranks is the
-    job's. `script`: the script that the job will run; its code, and that of the Python files below its folder, is then
-    compared between the nodes. `timeout_s`: seconds to wait for the other ranks. Raises TopologyError for wrong
-    variables, and LaunchError if this process is not a rank.
+    Raises LaunchError for an impossible number of ranks, in a rank without `nodes`, and with `nodes` in a process that
+    is not a rank. Raises TopologyError for wrong environment variables.
     """
     for address in reach:
         _check_address(address)

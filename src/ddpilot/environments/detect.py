@@ -115,10 +115,10 @@ def _check_by_hand(environ: Environ, found: Topology) -> None:
 
 
 def topology(distributed: bool | None = None) -> Topology:
-    """Rank, sizes and address of this process, and how they were detected; reads the environment variables once.
+    """Return rank, sizes and address of this process, and how they were detected. Not collective.
 
-    `distributed`: True requires a launcher's environment, False ignores it, None (default) detects it unless
-    DDPILOT_DISTRIBUTED is set. Raises TopologyError, which names the variable, if variables contradict each other or
-    one is missing. Not collective; does not import torch.
+    Reads the environment variables once, and does not import torch. `distributed`: True requires a launcher's
+    environment, False ignores it, None (default) detects it unless DDPILOT_DISTRIBUTED is set. Raises TopologyError,
+    which names the variable, if variables contradict each other or one is missing.
     """
     return detect_topology(os.environ, distributed=distributed)

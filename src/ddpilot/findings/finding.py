@@ -69,7 +69,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
-        """Return the finding that `to_dict` wrote. Raises `DdpilotError` for missing or unknown fields."""
+        """Return the finding that `to_dict` converted. Raises `DdpilotError` for missing or unknown fields."""
         place = values.get("place")
         built = {
             **values,

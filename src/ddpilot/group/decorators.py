@@ -25,23 +25,24 @@ _inside: ContextVar[bool] = ContextVar("ddpilot_inside_on_ranks", default=False)
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorate `function` to run on rank 0 only; other ranks get None. Collective, and equivalent to `on_ranks(0)`."""
+    """Decorate `function` to run on rank 0 only; other ranks get None. Calls are collective, as with `on_ranks(0)`."""
     return on_ranks(0)(function)
 
 
 def on_ranks(*ranks: int, broadcast: bool = False) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
     """Decorate a function to run on `ranks` only; it returns None on the other ranks.
 
-    `broadcast`: return the value of the first of `ranks` on every rank instead (it must be picklable).
+    `broadcast`: return the value of the first of `ranks` on every rank instead; it must be picklable.
 
-    In a process group every call is **collective**: all ranks call it and wait for `ranks` to finish, so that an
-    exception there is raised on every rank: the original on the rank where it happened, and on the other ranks
-    RemoteRankError with its type, text and rank (and the original as `__cause__` if it can be pickled). Do not put the
-    call under `if rank == 0`. Within such a function, calls of other decorated functions are not collective.
+    In a process group every call is **collective**: all ranks call it, and wait until `ranks` have finished. Do not put
+    the call under `if rank == 0`. Within such a function, calls of other decorated functions are not collective. An
+    exception is raised on every rank. On the other ranks it is a RemoteRankError with the type, text and rank of the
+    original, which is its `__cause__` if it can be pickled.
 
-    Without a process group, the topology determines which ranks run it, and nothing is exchanged; in a single process
-    and in a group of one rank it always runs. Raises GroupError for a rank that is not in the group, for `broadcast`
-    among several ranks without a group, and on decoration for no ranks, negative ranks, generators and coroutines.
+    Without a process group, the topology determines which ranks run the function, and nothing is exchanged. In a single
+    process and in a group of one rank it always runs. Raises GroupError for a rank that is not in the group, and for
+    `broadcast` among several ranks without a group. On decoration, raises GroupError for no ranks, negative ranks,
+    generators and coroutines.
     """
     if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
         raise GroupError("decorating with on_ranks", found=f"ranks {ranks}", fix="Pass ranks, counted from 0.")

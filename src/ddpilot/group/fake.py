@@ -15,9 +15,9 @@ from ddpilot.group.protocol import ReduceOp
 
 @dataclass(frozen=True)
 class FakeGroup:
-    """Rank `rank` of `world_size` ranks that all hold the same values; nothing is sent and no call blocks.
+    """A group for tests without ranks: rank `rank` of `world_size` ranks that all hold the same values.
 
-    Raises GroupError if the rank and the sizes are inconsistent.
+    Nothing is sent and no call blocks. Raises GroupError if the rank and the sizes are inconsistent.
     """
 
     rank: int = 0
@@ -56,7 +56,7 @@ class FakeGroup:
 
     @property
     def topology(self) -> Topology:
-        """The topology of such a job."""
+        """Topology of a job with these ranks and nodes."""
         alone = self.world_size == 1
         return Topology(
             rank=self.rank,
@@ -89,7 +89,7 @@ class FakeGroup:
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """A list of length `world_size` with `value` at every index."""
+        """Return a list of length `world_size` with `value` at every index."""
         return [value] * self.world_size
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:

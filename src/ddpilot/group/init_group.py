@@ -26,16 +26,18 @@ def init_group(
 ) -> Group:
     """Enter the process group of this job and return it; this rank's device is chosen and made current. Collective.
 
-    `backend`: "nccl", "gloo", "cpu:gloo,cuda:nccl" ...; default: DDPILOT_BACKEND, else chosen for the device.
-    `timeout_s`: timeout in seconds of each collective and of the wait for the other ranks; default: torch's, 10 minutes
-    for NCCL and 30 for gloo.
-    `seed`: seeds `random`, torch and numpy (if it is imported) with this number on every rank; default: no seeding.
-    `distributed`: True requires a launcher's environment, False ignores it and uses one rank, None detects it.
+    - `backend`: "nccl", "gloo", "cpu:gloo,cuda:nccl" ...; default: DDPILOT_BACKEND, else chosen for the device.
+    - `timeout_s`: timeout in seconds of each collective and of the wait for the other ranks; default: torch's, 10
+      minutes for NCCL and 30 for gloo.
+    - `seed`: seeds `random`, torch and numpy (if it is imported) with this number on every rank; default: no seeding.
+    - `distributed`: True requires a launcher's environment, False ignores it and uses one rank, None detects it.
 
     A single process gets a group of one rank and needs no address; gloo still listens on a free port of the loopback
-    interface. A second call returns an equal `Group`. A group that other code created is adopted: `Group.adopted` is
-    True. The group is left at exit. Raises TopologyError if the environment is contradictory, GroupError if the device
-    or backend is not available, and RendezvousError, with the ranks in `missing`, if ranks do not join in time.
+    interface. A second call returns an equal `Group`. A group that other code created is adopted, and `Group.adopted`
+    is True. The group is left at exit.
+
+    Raises TopologyError if the environment is contradictory, GroupError if the device or backend is not available, and
+    RendezvousError, with the ranks in `missing`, if ranks do not join in time.
     """
     if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
         raise GroupError("entering the group", found=f"`timeout_s` is {timeout_s}", fix="Pass seconds above 0 or None.")

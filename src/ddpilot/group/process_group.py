@@ -47,7 +47,8 @@ class Group:
     backend: str
     """As torch reports it: "gloo", "nccl", "cpu:gloo,cuda:nccl"."""
     process_group_ref: weakref.ref[dist.ProcessGroup]
-    """Weak, so that a `Group` kept in a variable does not keep the sockets and threads of a group that was left."""
+    """Weak reference to torch's process group: a `Group` in a variable does not keep sockets and threads of a group
+    that was left."""
     adopted: bool = False
     """True if the group was created by other code than ddpilot; `leave` then does not destroy it."""
 
@@ -93,13 +94,13 @@ class Group:
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value` (picklable), in rank order: a list of length `world_size`. Collective."""
+        """Return every rank's `value` (picklable), in rank order: a list of length `world_size`. Collective."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, self.process_group)
         return values
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The `value` (picklable) of rank `src`; the values of other ranks are ignored. Collective."""
+        """Return the `value` (picklable) of rank `src`; the values of other ranks are ignored. Collective."""
         values = [value if self.rank == src else None]
         dist.broadcast_object_list(values, src, self.process_group)
         return values[0]
@@ -107,8 +108,8 @@ class Group:
     def leave(self, *, destroy_adopted: bool = False, peers_limit_s: float = 5.0) -> None:
         """Leave the group: wait up to `peers_limit_s` seconds for the other ranks to leave too, then destroy it.
 
-        Not collective: if a peer has exited or is stuck, the call still returns after the limit. A second call does
-        nothing. A group that other code created is kept unless `destroy_adopted`; it is then destroyed without waiting.
+        Not collective: if a peer has exited or is stuck, the call returns after the limit. A second call does nothing.
+        A group that other code created is kept, unless `destroy_adopted`, which destroys it without waiting.
         """
         if not self.is_live or (self.adopted and not destroy_adopted):
             return

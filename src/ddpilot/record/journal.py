@@ -158,10 +158,10 @@ class JournalWriter:
 
 
 def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
-    """Return the entries after the index `after`.
+    """Return the entries of a rank's journal after the index `after`. Not collective.
 
     May be called at any time. Raises `RecordError` if the file is not a journal, has a different version or byte order,
-    or is damaged; `OSError` if it cannot be read: `FileNotFoundError` until the rank has created it.
+    or is damaged. Raises `FileNotFoundError` until the rank has created it, and `OSError` if it cannot be read.
     """
     with open(open_own_file(path), "rb", buffering=0) as file:
         try:

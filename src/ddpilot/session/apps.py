@@ -48,11 +48,14 @@ class AppContext:
 
 @dataclass(frozen=True, kw_only=True)
 class App:
-    """What to run on every rank of a session that is started with the app's name.
+    """Functions to run on every rank of a session that is started with the app's name.
 
-    `initializer` runs once on each rank, before its first cell; `after_cell` runs after every cell, once the cell's
-    result has been sent; `finalizer` runs when the session ends. All of them run in the rank's main thread. An
-    exception in `initializer` fails the start of the session; exceptions in the other two are printed by the rank.
+    - `initializer` runs once on each rank, before its first cell.
+    - `after_cell` runs after every cell, once the cell's result has been sent.
+    - `finalizer` runs when the session ends.
+
+    All of them run in the rank's main thread. An exception in `initializer` fails the start of the session. Exceptions
+    in the other two are printed by the rank.
     """
 
     name: str

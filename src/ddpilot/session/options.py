@@ -37,18 +37,19 @@ class SessionOptions(WatchOptions):
     `Launcher`."""
 
     hosts: tuple[str, ...] = ()
-    """Machines on which the ranks run, as `ssh` takes their names; each gets `nproc_per_node` ranks, in this order. ():
-    this machine."""
+    """Machines on which the ranks run, named as for `ssh`. Each gets `nproc_per_node` ranks, in this order. (): this
+    machine."""
 
     slurm: bool = False
-    """Run the ranks on nodes of a Slurm cluster: inside a job on its nodes, elsewhere on nodes that `salloc` is asked
-    for, which are given back when the session ends."""
+    """True: run the ranks on nodes of a Slurm cluster. Inside a job these are the job's nodes. Elsewhere `salloc`
+    requests nodes, which are released when the session ends."""
 
     nodes: int | None = None
-    """With `slurm`: number of nodes; None: all of this job, or one."""
+    """With `slurm`: number of nodes; None: all nodes of this job, or one."""
 
     gpus_per_node: int | None = None
-    """With `slurm`: number of GPUs to ask for on each node, and if `nproc_per_node` is "auto" the number of ranks."""
+    """With `slurm`: number of GPUs to request on each node. If `nproc_per_node` is "auto", it is also the number of
+    ranks."""
 
     slurm_options: Mapping[str, str] = field(default_factory=dict)
     """With `slurm`: more options of `salloc` by name, such as {"time": "2:00:00", "account": "x", "exclusive": ""}."""

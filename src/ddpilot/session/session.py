@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 class CellResult:
     """A cell that ran on `ranks` in `duration_s` seconds. Its output was shown in the view.
 
-    `profile`: where the time of its updates went, if `execute` was called with `profile=True` and the cell made at
-    least 6 of them. It displays itself in a notebook and as text; `plot()`, `to_html(path)` and `summary` show it
-    elsewhere. `no_profile`: in a sentence, why there is none although one was asked for.
+    `profile`: where the time of the cell's updates went, if `execute` was called with `profile=True` and the cell made
+    at least 6 updates. It displays itself in a notebook and as text, and has `plot()`, `to_html(path)` and `summary`.
+    `no_profile`: a sentence that explains why there is no profile although it was requested.
     """
 
     ranks: tuple[int, ...]
@@ -60,14 +60,16 @@ class CellResult:
 class Session:
     """Persistent ranks on this machine, or with `hosts` or `slurm` on others. Each rank is a Jupyter kernel.
 
-    Every rank's namespace contains `rank`, `world_size`, `device` and `group`. The process group is entered at the
-    first collective (or `DDP(model)`), unless the code calls `init_process_group()` itself. Code on a rank sees the
-    environment of a torchrun job. When a cell fails on one rank, all ranks are freed, the group is rebuilt and all
-    variables are kept.
+    Use it as a context manager to `stop` it at the end. Options are the fields of `SessionOptions`. `view` displays the
+    output; None: lines labelled with the rank, on stdout and stderr.
 
-    Use it as a context manager to `stop` it at the end. Options are those of `SessionOptions`. `view` displays the
-    output; None: lines labelled with the rank, on stdout and stderr. Raises LaunchError if ranks cannot be started, and
-    LaunchInterrupted, a KeyboardInterrupt, if the start is interrupted; no process is left then.
+    Every rank's namespace contains `rank`, `world_size`, `device` and `group`, and its environment variables are those
+    of a torchrun job. The process group is entered at the first collective (or `DDP(model)`), unless the code calls
+    `init_process_group()` itself. When a cell fails on one rank, the other ranks are freed from their collectives, the
+    group is rebuilt and all variables are kept.
+
+    Raises LaunchError if ranks cannot be started. Raises LaunchInterrupted, a KeyboardInterrupt, if the start is
+    interrupted; no process remains then.
     """
 
     def __init__(
@@ -139,12 +141,12 @@ class Session:
     def status(self) -> tuple[RankStatus, ...]:
         """Return the status of every rank: idle, busy or dead, its cell, its current collective and its resource usage.
 
-        Can be called while a different thread runs a cell. Takes a tenth of a second.
+        May be called while a different thread runs a cell. Takes a tenth of a second.
         """
         return read_statuses(self._kernels)
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids of all live ranks, by rank; none for ranks on other machines."""
+        """Return the process ids of all live ranks, by rank. Ranks on other machines are not included."""
         found = ((rank, self._kernels.processes.pid(rank)) for rank in self._kernels.states.live)
         return {rank: pid for rank, pid in found if pid is not None} if self.is_running else {}
 
@@ -160,11 +162,15 @@ class Session:
     ) -> CellResult:
         """Run a cell on `ranks` (None: all live ranks), as if it were typed into a notebook on each; magics work.
 
-        `quiet`: do not show its output. `cell`: its number in errors ("Cell In[7]"); default: one more than the last.
-        `keep_cache`: as for the session. `profile`: measure where the time of its updates goes. Raises RankError with
-        the first failure in time, or WatchError if a finding of the watch stops the cell, after all ranks have returned
-        and the group was rebuilt; for a finding of the guard at the end of the cell, the cell has completed on all
-        ranks and the group is unchanged. Raises LaunchInterrupted, a KeyboardInterrupt, if it is interrupted.
+        - `quiet`: do not show the output.
+        - `cell`: number of the cell in errors ("Cell In[7]"); None: the next number.
+        - `keep_cache`: as for the session.
+        - `profile`: measure where the time of the cell's updates goes.
+
+        Raises RankError with the first failure in time, or WatchError if a finding of the watch stops the cell. All
+        ranks have then returned, and the group was rebuilt. For a finding of the guard at the end of the cell, the cell
+        has completed on all ranks and the group is unchanged. Raises LaunchInterrupted, a KeyboardInterrupt, if it is
+        interrupted.
         """
         arguments.check_code(code)
         chosen = select_ranks(self._kernels, ranks, "running a cell")
@@ -202,8 +208,8 @@ class Session:
         """Run `fn(*args, **kwargs)` on every rank and return the results by rank.
 
         The function and its arguments are sent by value, as with `launch`: the function uses the globals of this
-        process, not the variables of the ranks. Raises ShipError before anything runs if they cannot be pickled;
-        RankError and LaunchInterrupted as `execute`.
+        process, not the variables of the ranks. Raises ShipError before anything runs if they cannot be pickled, and
+        RankError, WatchError and LaunchInterrupted as `execute` does.
         """
         name = check_function(fn)
         check_keywords(name, fn, kwargs, lambda keyword: "")
@@ -222,9 +228,11 @@ class Session:
     def push(self, values: Mapping[str, Any], *, ranks: Iterable[int] | None = None) -> None:
         """Set variables on `ranks` (None: all live ranks). Each rank gets its own copy, also of tensors.
 
-        Functions and methods in `values` use the variables of the rank as globals: what they refer to is also set if
-        the rank does not have it, and kept if it does. Raises LaunchError for an optimizer or a scheduler without the
-        objects that it updates, and ShipError, which names the object that cannot be pickled; no variable is set then.
+        Functions and methods in `values` use the variables of the rank as globals. A global that the rank does not have
+        is sent along; a global that it has is kept.
+
+        Raises LaunchError for an optimizer or a scheduler without the objects that it updates. Raises ShipError, which
+        names the object that cannot be pickled. No variable is set then.
         """
         arguments.check_values(values)
         check_complete(values)
@@ -244,9 +252,11 @@ class Session:
 
         For several expressions each value is a list. Values that share objects on the rank also share them here: an
         optimizer that is pulled together with its model updates that model. Tensors are copied to the CPU and sent as
-        memory files. Raises LaunchError if a rank has no such variable, or if the value is a DDP model, or an optimizer
-        or a scheduler without the objects that it updates; ShipError if it cannot be pickled, RankError if the
-        expression raises.
+        memory files.
+
+        Raises LaunchError if a rank has no such variable, for a DDP model, and for an optimizer or a scheduler without
+        the objects that it updates. Raises ShipError if the value cannot be pickled, and RankError if the expression
+        raises.
         """
         is_one = isinstance(expression, str) or not isinstance(expression, Sequence)
         expressions = [arguments.check_expression(each) for each in ([expression] if is_one else expression)]
@@ -261,11 +271,11 @@ class Session:
         return values if rank is None else values[0]
 
     def restart(self, rank: int | Iterable[int] | None = None) -> None:
-        """Restart `rank` (or several, or with None all) under the same rank numbers.
+        """Restart `rank`, several ranks, or with None all ranks, under the same rank numbers.
 
-        The restarted ranks lose their variables. The other ranks keep theirs; a process group that was in use is
+        The restarted ranks lose their variables, and the other ranks keep theirs. A process group that was in use is
         rebuilt with all ranks. Raises LaunchError before any rank is ended if a rank does not exist or no rank can be
-        started, and LaunchInterrupted if it is interrupted: the ranks that were to be restarted are dead then.
+        started. Raises LaunchInterrupted if it is interrupted; the ranks to restart are dead then.
         """
         ranks = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         self._runner.restart(check_ranks(ranks, self.world_size, "restarting"))
@@ -273,14 +283,14 @@ class Session:
     def interrupt(self) -> bool:
         """Interrupt the cell that a different thread is running, as the interrupt button does.
 
-        Return False if there is none.
+        Returns False if no cell is running.
         """
         return self._kernels.interrupt()
 
     def stacks(self, ranks: Iterable[int] | None = None) -> dict[int, str]:
         """Return the Python stack of each rank, innermost frame first, also if a rank is stuck in C++ or holds the GIL.
 
-        By rank: the user's frames of the main thread, or "idle" if no cell is running. Takes up to a second.
+        The stack has the user's frames of the main thread; it is "idle" if no cell is running. Takes up to a second.
         """
         chosen = select_ranks(self._kernels, ranks, "reading stacks")
         stacks = self._kernels.read_stacks(chosen)
@@ -319,7 +329,7 @@ class Session:
     def stop(self) -> None:
         """End the ranks: run the apps' finalizers and exit handlers, and kill ranks that take more than two seconds.
 
-        A second call does nothing. Raises LaunchInterrupted if it is interrupted; the ranks have ended all the same.
+        A second call does nothing. Raises LaunchInterrupted if it is interrupted; all ranks have ended then, too.
         """
         if self.is_running:
             with interrupt_message(

@@ -43,14 +43,15 @@ _OUTPUT = "job.out"
 
 
 class SlurmLauncher:
-    """Runs functions on the ranks of Slurm jobs: `SlurmLauncher(nodes=2, gpus_per_node=4, time="2:00:00")`.
+    """Run functions on the ranks of Slurm jobs: `SlurmLauncher(nodes=2, gpus_per_node=4, time="2:00:00")`.
 
-    `options`: the fields of `JobOptions`, and any option of sbatch by its name; those that are not given come from
-    .ddpilot.toml or pyproject.toml. `folder`: a directory that the nodes see too, in which each job gets one of its own
-    for call, output and values; it is created if needed. The nodes need this interpreter, or `python`, `venv`, `conda`
-    or a container that has ddpilot.
+    - `options`: the fields of `JobOptions`, and any option of sbatch by its name. Options that are not given come from
+      .ddpilot.toml or pyproject.toml.
+    - `folder`: a directory that the nodes see, too. Each job gets a subdirectory for its call, output and values.
+      Created if needed.
 
-    Raises SlurmError, with the field's name, for a wrong value.
+    The nodes need this interpreter, or `python`, `venv`, `conda` or a container that has ddpilot. Raises SlurmError,
+    with the field's name, for a wrong value.
     """
 
     def __init__(self, *, folder: str | os.PathLike[str] = "ddpilot-jobs", **options: Any) -> None:
@@ -69,7 +70,7 @@ class SlurmLauncher:
 
         `fn` and its arguments may be defined in notebook cells; they are pickled by value. Ranks have torchrun's
         environment and enter a process group themselves. Raises ShipError, with the path of what cannot be pickled, or
-        SlurmError, with sbatch's words.
+        SlurmError, with the message of sbatch.
         """
         name = check_function(fn)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ class SlurmLauncher:
         return SlurmJob(job_id, folder, name, options.nodes * options.num_ranks_per_node, known)
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
-        """Submit `fn(*args, **kwargs)`, show its output, and return every rank's value, by rank.
+        """Submit `fn(*args, **kwargs)`, show the job's output, and return every rank's value, by rank.
 
         Raises what `submit` and `SlurmJob.result` raise. Ctrl-C leaves the job running.
         """
@@ -112,21 +113,21 @@ def _settings(name: str) -> dict[str, Any]:
 
 @dataclass
 class SlurmJob:
-    """A submitted function. Its methods may be called from any state of the job, and again after it has ended."""
+    """A submitted function. Its methods may be called in any state of the job, also after it has ended."""
 
     job_id: str
-    """Slurm's number."""
+    """Slurm's number of the job."""
     folder: Path
-    """Where its call, its output and its values are."""
+    """Directory with the job's call, output and values."""
     function_name: str
     """Name of the function, for messages."""
     num_ranks: int
     """Number of ranks."""
     known: list[Any] = field(default_factory=list, repr=False)
-    """Definitions that were pickled by value: values that are instances of them come back as such."""
+    """Definitions that were pickled by value; results have instances of these definitions."""
 
     def status(self) -> str:
-        """Return a line about its state: why it is pending, where it runs, or why it ended."""
+        """Return a line about the job's state: why it is pending, where it runs, or why it ended."""
         record = read_job(self.job_id)
         if record.phase == "pending":
             record = estimate_start(record)
@@ -141,7 +142,8 @@ class SlurmJob:
         cancel_job(self.job_id)
 
     def follow(self) -> None:
-        """Show its output as it is written, and lines about its state on stderr, until it ends. Ctrl-C leaves it."""
+        """Show the job's output as it is written, and its state on stderr, until it ends. Ctrl-C leaves the job
+        running."""
         _, summary = follow_job(self.job_id, show=_show, note=_note)
         _note(str(summary))
 
@@ -150,7 +152,7 @@ class SlurmJob:
 
         `timeout_s`: seconds to wait; None: no limit. Raises RankError for the earliest failure of a rank, with its
         traceback; SlurmError if the job ended without one, with the reason; LaunchTimeoutError after `timeout_s`, while
-        the job runs on.
+        the job continues.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         looks, record = Looks(_note), read_job(self.job_id)

@@ -73,16 +73,17 @@ SUBSTITUTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What a job asks Slurm for and how its ranks start. Raises SlurmError, with the field's name, for a wrong value.
+    """What a job requests from Slurm, and how its ranks start.
 
-    Fields that are None are left to the site's defaults. Fields are named as sbatch names its options.
+    Fields are named as sbatch names its options. A field that is None is left to the site's default. Raises SlurmError,
+    with the field's name, for a wrong value.
     """
 
     nodes: int = 1
     """Number of nodes."""
 
     nproc_per_node: int | None = None
-    """Ranks on each node. None: one per GPU that `gpus_per_node` or `gres` asks for, else 1."""
+    """Number of ranks on each node. None: one per GPU that `gpus_per_node` or `gres` requests, else 1."""
 
     launcher: Launcher = "auto"
     """What starts the ranks. "python": srun, one Python per rank; "torchrun", "ddpilot": one agent per node, torchrun
@@ -98,13 +99,14 @@ class JobOptions:
     """GPUs on each node: a number, or TYPE:NUMBER."""
 
     gpus_per_task: str | None = None
-    """GPUs of each task, for sites that require it. A rank sees all GPUs of its node in any case."""
+    """GPUs of each task, for sites that require it. A rank sees all GPUs of its node anyway."""
 
     gres: str | None = None
     """Generic resources of each node, such as "gpu:4": the older spelling of `gpus_per_node`."""
 
     cpus_per_task: int | None = None
-    """Cores of each task. A task is a rank with launcher "python", and a node's agent with its ranks otherwise."""
+    """Number of cores of each task. With launcher "python" a task is a rank; otherwise it is a node's agent with its
+    ranks."""
 
     mem: str | None = None
     """Memory of each node, such as "64G"."""
@@ -137,16 +139,16 @@ class JobOptions:
     """Nodes not to use."""
 
     job_name: str | None = None
-    """Name of the job. None: the script's, without its ending."""
+    """Name of the job. None: the script's name, without its suffix."""
 
     chdir: str | None = None
-    """Folder to run in. None: the one of sbatch."""
+    """Folder to run in. None: the folder in which sbatch runs."""
 
     output: str | None = None
     """File for the output of all ranks. None: "slurm-%j.out", for arrays "slurm-%A_%a.out"."""
 
     error: str | None = None
-    """File for standard error. None: the one of `output`."""
+    """File for standard error. None: the same file as `output`."""
 
     array: str | None = None
     """Numbers of the tasks of a job array, such as "0-7" or "0-7%2"."""
@@ -167,8 +169,8 @@ class JobOptions:
     """Signal before the time limit, such as "USR1@120". With `requeue`, None is USR1@120."""
 
     requeue: bool = False
-    """Requeue the job when it is preempted, when a node fails, and when its ranks have saved a checkpoint and exited
-    with 75, as those of a `Loop` or `Trainer` do at `signal`."""
+    """Requeue the job after a preemption, after a lost node, and when its ranks exit with 75 after a checkpoint. Ranks
+    of a `Loop` or `Trainer` do this at `signal`."""
 
     exclusive: bool | str = False
     """True: no other job on the nodes; "user": only jobs of the same user."""
@@ -195,7 +197,7 @@ class JobOptions:
     """Variables to set."""
 
     setup: tuple[str, ...] = ()
-    """Lines of shell to run before the ranks start, as they are."""
+    """Shell lines to run before the ranks start, passed unchanged."""
 
     extra: Mapping[str, str | bool] = field(default_factory=dict)
     """Further options of sbatch by name, passed through: a text, or True for an option without a value."""

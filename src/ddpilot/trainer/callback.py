@@ -39,7 +39,8 @@ class Callback:
 
     @staticmethod
     def called_on(ranks: Literal["zero", "all"]) -> Callable[[Method], Method]:
-        """Decorate a method to be called on these ranks, whatever `ranks` of the class is. Raises LoopError."""
+        """Decorate a method to be called on `ranks`, whatever `ranks` of the class is. Raises LoopError for other
+        values."""
         if str(ranks) not in ("zero", "all"):
             raise LoopError("decorating a callback's method", found=f"ranks {ranks!r}", fix="Use 'zero' or 'all'.")
 
@@ -56,16 +57,16 @@ class Callback:
         """Called before the first batch of `run.epoch`, also if the epoch resumes in the middle."""
 
     def on_batch_start(self, run: Run) -> None:
-        """Called before each batch, this rank's part of which is `run.batch`: assign it to train on a different one.
+        """Called before each batch; `run.batch` is this rank's part of it. Assign it to train on a different batch.
 
-        Change its values on all ranks alike, so with `ranks` "all"; the number of samples has to stay the same.
+        Change its values on all ranks alike, so with `ranks` "all". The number of samples has to stay the same.
         """
 
     def on_step_start(self, run: Run) -> None:
-        """Called before the step of each optimizer, whose name is `run.stepping`, with the gradients of all samples.
+        """Called before the step of each optimizer, with the gradients of all samples; `run.stepping` is its name.
 
         Gradients are complete, unscaled and clipped. Change them on all ranks alike. Not called if fp16 skips the
-        update. With a closure they are those of its first evaluation, and changes to them are not used.
+        update. With a closure they are the gradients of its first evaluation, and changes to them are not used.
         """
 
     def on_batch_end(self, run: Run) -> None:
@@ -75,16 +76,16 @@ class Callback:
         """Called after the weights changed. `run.loss` is this rank's loss; reading its value waits for the device."""
 
     def on_interval_end(self, run: Run) -> None:
-        """Called after each interval if `validate_every` counts updates, and its validation; `run.metrics` is its row.
+        """Called after each interval and its validation, if `validate_every` counts updates. `run.metrics` is its row.
 
-        Within an epoch; `Run.stop` takes effect after this update.
+        This is within an epoch; `Run.stop` takes effect after this update.
         """
 
     def on_evaluate_end(self, run: Run) -> None:
         """Called after the validation; `run.metrics` has its results."""
 
     def on_epoch_end(self, run: Run) -> None:
-        """Called after an epoch and its validation, or after a stop in its middle. `run.metrics` is its row."""
+        """Called after an epoch and its validation, or after a stop within the epoch. `run.metrics` is its row."""
 
     def on_fit_end(self, run: Run) -> None:
         """Called after the last epoch or after all ranks stopped, if no exception was raised."""
@@ -93,10 +94,10 @@ class Callback:
         """Called when `fit` ends with `error` on this rank, to release resources. Not called on all ranks together."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints, and to copy to the notebook's callback after `fit`, from rank 0.
+        """Return the state to save in checkpoints, and to copy from rank 0 to the notebook's callback after `fit`.
 
-        By default every attribute whose name does not start with an underscore and whose value a checkpoint can hold:
-        numbers, strings, tensors, and lists, tuples, sets and dicts of them.
+        By default it has every attribute whose name does not start with an underscore and whose value a checkpoint can
+        hold: numbers, strings, tensors, and lists, tuples, sets and dicts of them.
         """
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and can_hold(value)}
 

@@ -32,19 +32,21 @@ class History:
     """The rows of a training, over all of its fits."""
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    """One dict per epoch: "epoch" and "update" (numbers), "loss" (mean over its samples, or tokens), "lr", "samples",
-    "seconds", "samples_per_s", "data_wait" (share of the time that the slowest rank waited for data), "memory_gib"
-    (peak, on accelerators), what `Run.loop.log` was called with, and from the validation "val_loss" and "val_" + name
-    of each metric. If the loss has a count, such as tokens, "items_per_s" is the speed in those."""
+    """One dict per epoch. "epoch" and "update" are numbers, and "loss" is the mean over the epoch's samples, or tokens.
+    "lr", "samples", "seconds", "samples_per_s" and "memory_gib" (peak, on accelerators) follow. "data_wait" is the
+    share of the time that the slowest rank waited for data. If the loss has a count, such as tokens, "items_per_s" is
+    the speed in these items. Values that were passed to `Run.loop.log` have their own names. The validation adds
+    "val_loss" and "val_" + name of each metric."""
 
     updates: list[dict[str, Any]] = field(default_factory=list)
     """{"update", "loss"}: the mean loss over all ranks' samples, at most 1000 rows per epoch. In longer epochs a row is
-    the mean of several consecutive updates, with the number of the last one. With `validate_every` in updates, at most
-    100 rows per interval."""
+    the mean of several consecutive updates, with the number of the last update. With `validate_every` in updates, at
+    most 100 rows per interval."""
 
     intervals: list[dict[str, Any]] = field(default_factory=list)
-    """One dict per interval of `validate_every` updates, with the names of `epochs`, over the samples of the interval,
-    which may begin in one epoch and end in the next; [] if epochs are validated. `epochs` then has no "val_..."."""
+    """One dict per interval of `validate_every` updates, with the names of `epochs`, over the samples of the interval.
+    An interval may begin in one epoch and end in the next. [] if epochs are validated; otherwise the rows of `epochs`
+    have no "val_..." values."""
 
     first: dict[str, Any] = field(default_factory=dict)
     """The validation before the first update, with "epoch" and "update" 0, if `fit` was called with `validate_first`;

@@ -35,8 +35,8 @@ class Run:
     model: nn.Module
     """The model itself, on the device and not wrapped in DDP."""
     wrapped: Any
-    """What a training step calls, directly or through its methods: the model, in DDP if there are several ranks. For a
-    ModuleDict, a dict of these."""
+    """The model to call in a training step, directly or through its methods: in DDP if there are several ranks. For a
+    ModuleDict, a dict of models."""
     optimizers: Mapping[str, Optimizer]
     """By name; the only one is named "optimizer"."""
     schedulers: Mapping[str, Any] = field(default_factory=dict)
@@ -48,9 +48,9 @@ class Run:
     num_epochs: int | None = 0
     """Total number of epochs at which this fit ends; None if it has `max_updates`."""
     until_epoch: int | None = None
-    """The same number if `fit` was given a total: `until_epoch`, or `epochs` with a `checkpoint_dir`; else None."""
+    """The same number if `fit` was given a total (`until_epoch`, or `epochs` with a `checkpoint_dir`); else None."""
     max_updates: int | None = None
-    """Total number of updates at which this fit ends; None if it counts epochs."""
+    """Total number of updates at which this fit ends; None if the fit counts epochs."""
     validate_every: Interval = EACH_EPOCH
     """Updates or epochs between validations."""
     batch: Any = None
@@ -92,10 +92,10 @@ class Run:
         return self.ema
 
     def stop(self, *, everywhere: bool = False) -> None:
-        """Ask all ranks to stop after the same update; may be called on any rank. See `Loop.stop`.
+        """Ask all ranks to stop after the same update; any rank may call it. See `Loop.stop`. Not collective.
 
-        Called in `on_update_end` of rank 0, it takes effect within about 0.1 s, at most 32 updates later, as ranks
-        exchange stop flags only at intervals; called in `on_epoch_end`, before the next batch. `everywhere`: True if
+        Ranks exchange their requests only at intervals. Called in `on_update_end` of rank 0, it takes effect within
+        about 0.1 s, at most 32 updates later; called in `on_epoch_end`, before the next batch. `everywhere`: True if
         all ranks call it at the same point; they then stop after this update.
         """
         self.loop.stop(everywhere=everywhere)
@@ -104,8 +104,8 @@ class Run:
         """Call the model's `method` ("forward", "sample", ...) on this rank and return its result. Not collective.
 
         Calls the unwrapped model, or its average with `ema=`, in eval mode, in the loop's precision and without
-        gradients; tensors in the arguments are moved to the device, and those in the result to the CPU. The random
-        state of training is not changed.
+        gradients. Tensors in the arguments are moved to the device, and tensors in the result to the CPU. The random
+        state of training does not change.
         """
         device = self.loop.device
         with fork_rng([device]), self.loop.autocast():

@@ -64,24 +64,31 @@ _WHICH_SIZE = "Give `global_batch_size`, the samples of all ranks together, or `
 class Trainer(TrainerCore):
     """A complete training loop built on `Loop`, with the model and what defines an update.
 
-    `model`: a module on the CPU, or a ModuleDict of several. `loss_fn(output, target)`: returns this rank's mean loss,
-    or (mean loss, count of what the mean is over, such as tokens). `optimizer`: an optimizer of the model's parameters,
-    a function that makes one of them, or a mapping of these by names of submodules; all step with each update.
-    `metrics`: as for `Loop.evaluate`. `callbacks`: `Callback`s.
+    - `model`: a module on the CPU, or a ModuleDict of several.
+    - `loss_fn(output, target)`: returns this rank's mean loss, or (mean loss, number of items in the mean, such as
+      tokens).
+    - `optimizer`: an optimizer of the model's parameters, or a function that makes one of them. Or a mapping from names
+      of submodules to these; all of them step with each update.
+    - `metrics`: as for `Loop.evaluate`.
+    - `callbacks`: a sequence of `Callback`s.
+    - `forward(model, batch) -> (output, target)`: computes the arguments of loss, metrics and predictions. None: a
+      batch is `(x, y)`, or a mapping of the model's keyword arguments.
+    - `scheduler`, `scheduler_per`: a scheduler, or a function that makes one of the optimizer. It steps with each
+      "update", each "epoch", or every "100 updates" or "2 epochs". A ReduceLROnPlateau always steps with each
+      validation, by its loss.
+    - `ema`: decay of a moving average of the weights, which evaluations and predictions use. `average`: an `Averaging`
+      instead, for SWA and others.
+    - `clip_norm`, `clip_norm_type`: maximum norm of the gradients, and its type (1, 2, inf). `clip_value`: maximum
+      absolute value of their elements.
+    - `clip_per`: "group" clips each parameter group of the optimizers separately. A group may have its own `clip_norm`
+      or `clip_value`.
+    - `seed`, `accumulate`, `precision`: as for `Loop`. `compile`: as for `Loop.prepare`, in fits.
+    - `closure`: True for optimizers that compute the loss several times per update by `step(closure)` (SAM). None: only
+      for those whose `step` requires a closure (LBFGS).
+    - `launcher`: a `Launcher` with the options for starting ranks.
 
-    `forward(model, batch) -> (output, target)` computes the arguments of loss, metrics and predictions; by default a
-    batch is `(x, y)`, or a mapping of the model's keyword arguments. `scheduler`: a scheduler, or a function of the
-    optimizer; steps with each update, or as `scheduler_per` says: "epoch", "100 updates", "2 epochs" (a
-    ReduceLROnPlateau always with each validation, by its loss). `ema`: decay of a moving average of the weights, which
-    evaluations and predictions use; or `average`, an `Averaging`, for SWA and others. `clip_norm`: maximum norm of the
-    gradients, of type `clip_norm_type` (1, 2, inf); or `clip_value`: the largest size of their elements.
-    `clip_per="group"`: for each parameter group of the optimizers, which may have limits of its own under these two
-    names. `seed`, `accumulate`, `precision`: as for `Loop`; `compile`: as for `Loop.prepare`, in fits. `closure`: True
-    for optimizers that compute the loss several times per update by `step(closure)` (SAM); None: for those whose `step`
-    requires one (LBFGS). `launcher`: how ranks are started.
-
-    Override `train_batch` for a different training step, `validate_batch` for a different validation. Raises LoopError
-    for an optimizer with other parameters.
+    Override `train_batch` for a different training step, and `validate_batch` for a different validation step. Raises
+    LoopError for an optimizer with other parameters than the model's.
     """
 
     @naming_arguments("starting a fit", {"batch_size": _WHICH_SIZE})
@@ -116,39 +123,55 @@ class Trainer(TrainerCore):
     ) -> History:
         """Train for `epochs` more epochs (default 1), or until a total, and return `history`.
 
-        Totals, over all fits: `until_epoch` epochs; `max_updates` updates, also within an epoch, for one long or
-        endless stream; and with a `checkpoint_dir` `epochs` too, so that a repeated call does not train further.
-
         On a rank (of torchrun, Slurm, `launch`, a session) it is collective and trains in place. In any other process
-        it starts `nproc_per_node` ranks (None: as in the last fit; in the first one the number of `launcher`, by
-        default one per accelerator, or one), sends them the trainer and the data, and loads weights, optimizer state,
-        history and the callbacks' states into this process's objects, in place, without using a GPU here. 0 trains in
-        this process.
+        it starts `nproc_per_node` ranks, and sends them the trainer and the data. Afterwards it loads weights,
+        optimizer state, history and the callbacks' states into the objects of this process, in place, without using a
+        GPU here.
 
-        `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
-        own. Several validation sets go by name, in a dict: `{"clean": a, "noisy": b}` records "val_clean_loss" and so
-        on. `validate_every`: "500 updates" or "2 epochs" between validations, counted over all fits; an int counts
-        updates with `max_updates`, otherwise epochs; default: 1 epoch. The end of the fit is validated too, except
-        after a signal and `max_time_s`, when a later fit continues. With updates, `history.intervals` has a row
-        for each validation. `validate_first`: also validate before the first
-        update of the training, into `history.first`. `save_every`: the same between checkpoints, where an
-        int always counts updates; default: one after each row of the history. `limit_batches`: use only the first
-        so many global batches of each epoch and each validation, or {"train": 100, "validation": 10}.
-        `overfit_batches`: every epoch consists of the first so many batches of epoch 0, to see that the model can fit
-        them. `dry_run`: only try everything where the fit would run: two updates, two batches of validation, a save and
-        a load, without callbacks; it changes nothing and leaves no file. `loader`, `ddp`: further options of
-        `Loop.loader` for the training data and of `Loop.prepare`.
-        `checkpoint_dir`, `resume`, `check_finite`: as for `Loop`, which resumes from the latest checkpoint there if it
-        is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
-        `checkpoints`: the other options; `best` names a column of the history, "max val_acc". `progress`: False shows
-        neither a bar nor a line per epoch.
+        How long, and where:
+
+        - `epochs`: number of further epochs; with a `checkpoint_dir`, the total over all fits, so that a repeated call
+          does not train further.
+        - `until_epoch`, `max_updates`: total number of epochs or updates over all fits. `max_updates` may end within an
+          epoch, for a long or endless stream.
+        - `max_time_s`: seconds after which all ranks stop together; None: no limit.
+        - `nproc_per_node`: number of ranks; 0 trains in this process. None: the number of the last fit, and in the
+          first fit that of `launcher`, by default one per accelerator, or one.
+
+        Data:
+
+        - `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`, or DataLoaders, with
+          their own batch size. Several validation sets are passed as a dict: `{"clean": a, "noisy": b}` records
+          "val_clean_loss" and so on.
+        - `limit_batches`: number of global batches of each epoch and each validation to use, or {"train": 100,
+          "validation": 10}.
+        - `overfit_batches`: each epoch consists of this number of batches of epoch 0, to see if the model can fit them.
+        - `loader`, `ddp`: further options of `Loop.loader` for the training data, and of `Loop.prepare`.
+
+        Validation and checkpoints:
+
+        - `validate_every`: "500 updates" or "2 epochs" between validations, counted over all fits; an int counts
+          updates with `max_updates`, otherwise epochs. Default: 1 epoch. The end of the fit is validated too, except
+          after a signal or `max_time_s`, when a later fit continues. With updates, `history.intervals` has a row for
+          each validation.
+        - `validate_first`: also validate before the first update of the training, into `history.first`.
+        - `save_every`: the interval between checkpoints, in the same form; an int counts updates. Default: one after
+          each row of the history.
+        - `checkpoint_dir`, `resume`, `check_finite`: as for `Loop`. Training resumes from the latest checkpoint if it
+          is further than this trainer.
+        - `other_data`: resume also at the start of an epoch with a dataset of a different length.
+        - `checkpoints`: the other options for checkpoints; `best` names a column of the history, "max val_acc".
+        - `dry_run`: try everything where the fit would run: two updates, two batches of validation, a save and a load,
+          without callbacks. It changes nothing and leaves no file.
+        - `progress`: False shows neither a bar nor a line per epoch.
 
         After Ctrl-C, `max_time_s` seconds or a callback's stop, all ranks stop after the same update, within about 0.1
-        s (see `Run.stop`), and `fit` returns; the next fit on the same data resumes there. Raises RankError if a rank
-        fails, and with `nproc_per_node=0` the original exception: everything in this process is then unchanged. On an
-        existing rank, an exception leaves the updates made so far in place. If a callback on rank 0 fails after the
-        last update, its error is raised after the trained state was loaded. Raises LoopError for invalid arguments,
-        before any rank starts.
+        s (see `Run.stop`), and `fit` returns. The next fit on the same data resumes there.
+
+        Raises LoopError for invalid arguments, before any rank starts. Raises RankError if a rank fails, and with
+        `nproc_per_node=0` the original exception; everything in this process is then unchanged. On an existing rank, an
+        exception leaves the updates made so far in place. If a callback on rank 0 fails after the last update, its
+        error is raised after the trained state was loaded.
         """
         check_goal(epochs, until_epoch, max_updates)
         saving = {"checkpoint_dir": checkpoint_dir, "resume": resume, **keywords_of(checkpoints)}
@@ -200,10 +223,12 @@ class Trainer(TrainerCore):
     ) -> dict[str, Any]:
         """Return the loss and each metric over all samples of `dataset`, each counted once.
 
-        Runs in this process, where it moves the model to the device; with `nproc_per_node` on ranks that are started
-        for it; on an existing rank in place, which is collective. `metrics`, `forward`: replace the trainer's.
-        `options`: those of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and
-        `num_workers`.
+        Runs in this process and moves the model to the device. With `nproc_per_node`, it runs on ranks that are started
+        for it. On an existing rank it runs in place, which is collective.
+
+        - `metrics`, `forward`: replace the trainer's.
+        - `options`: the fields of `LoaderOptions`, such as `num_workers` and `global_batch_size`, by default that of
+          the last fit, or 64.
         """
         is_own = metrics is None and forward is None and self.has_own_validation
         wanted = None if is_own else self.all_metrics if metrics is None else dict(metrics)
@@ -224,10 +249,12 @@ class Trainer(TrainerCore):
     ) -> Any:
         """Return the model's outputs for all samples of `dataset`, in its order, on the CPU. See `Loop.predict`.
 
-        Runs where `evaluate` would, with the same `options`. `to`: a folder, which must not exist, to write the outputs
-        to batch by batch. `forward(model, batch)` returns the part of the output to keep, with one row per sample:
-        `lambda model, batch: model(**batch)["logits"]`. On an existing rank, only rank 0 gets the outputs. Returns None
-        if there are no samples.
+        Runs where `evaluate` would, with the same `options`. On an existing rank, only rank 0 gets the outputs. Returns
+        None if there are no samples.
+
+        - `to`: a folder, which must not exist, into which the outputs are written batch by batch.
+        - `forward(model, batch)`: returns the part of the output to keep, with one row per sample, such as `lambda
+          model, batch: model(**batch)["logits"]`.
         """
         self._check_inference("predicting", "`predict`", dataset, forward, options)
         return run_once(self, nproc_per_node, "predict", predict_here, dataset, to, forward, options)
@@ -249,11 +276,11 @@ class Trainer(TrainerCore):
         nproc_per_node: int | str = 0,
         **kwargs: Any,
     ) -> Any:
-        """Call the model's `method`, such as "sample", unwrapped, in eval mode, without gradients.
+        """Call the model's `method`, such as "sample", unwrapped, in eval mode, without gradients. Not collective.
 
-        Runs in this process; with `nproc_per_node` on ranks that are started for it, and returns rank 0's result, or
-        with `ranks="all"` a list of every rank's; on an existing rank in place, where ranks not in `ranks` return None.
-        Not collective. Tensors in the result are on the CPU.
+        Runs in this process, or with `nproc_per_node` on ranks that are started for it. Returns rank 0's result, or
+        with `ranks="all"` a list of every rank's. On an existing rank it runs in place, and ranks not in `ranks` return
+        None. Tensors in the result are on the CPU.
         """
         check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
         if is_on_ranks() or nproc_per_node == 0:
@@ -271,9 +298,11 @@ class Trainer(TrainerCore):
     ) -> BatchSizeSearch:
         """Find the largest batch size that fits on every rank, by real steps; pass its `global_batch_size` to `fit`.
 
-        Runs where `fit` would; changes nothing. `dataset`, `max_per_rank`, `headroom`: see `ddpilot.find_batch_size`; a
-        DataLoader's `collate_fn` is used. With `accumulate`, an update has that many batches of this size. Raises what
-        `ddpilot.find_batch_size` raises, and LoopError for several optimizers, a closure or an own `train_batch`.
+        Runs where `fit` would, and changes nothing. With `accumulate`, an update has that many batches of this size.
+
+        `dataset`, `max_per_rank`, `headroom`: see `ddpilot.find_batch_size`; a DataLoader's `collate_fn` is used.
+        Raises what `ddpilot.find_batch_size` raises, and LoopError for several optimizers, a closure or an overridden
+        `train_batch`.
         """
         check_search(max_per_rank, headroom)
         nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
@@ -295,12 +324,14 @@ class Trainer(TrainerCore):
         loader: LoaderOptions | Mapping[str, Any] | None = None,
         ddp: DDPOptions | Mapping[str, Any] | None = None,
     ) -> LearningRateSearch:
-        """Suggest a learning rate, by updates in which it grows from `min_lr` to `max_lr`; its `plot()` shows them.
+        """Suggest a learning rate, from updates in which it grows from `min_lr` to `max_lr`.
 
-        Runs where `fit` would, with the trainer's own step, without schedulers and callbacks, on a copy: it changes
-        nothing. `train_set`, the batch sizes, `loader` and `ddp`: as for `fit`. Ranks get the same suggestion; see
-        `ddpilot.find_learning_rate` for its rule. Raises LoopError for several optimizers, if the loss diverges within
-        the first updates or never falls, and for what `fit` refuses.
+        `plot()` of the result shows these updates. Runs where `fit` would, on a copy, with the trainer's own step and
+        without schedulers and callbacks; it changes nothing. Ranks get the same suggestion; see
+        `ddpilot.find_learning_rate` for its rule.
+
+        `train_set`, the batch sizes, `loader` and `ddp`: as for `fit`. Raises LoopError for several optimizers, for
+        arguments that `fit` refuses, and if the loss diverges within the first updates or never falls.
         """
         check_range(min_lr, max_lr, num_updates)
         if len(self.optimizers) > 1:

@@ -83,21 +83,23 @@ def find_batch_size(
 ) -> BatchSizeSearch:
     """Find the largest batch size that fits on every rank, by running real steps: double, then bisect. Collective.
 
-    The first size is 1, or 2 for a model with BatchNorm, which cannot run on a single sample.
-
     All ranks try a size at the same time, since they may share a device or a machine's memory; a size fails if any rank
-    runs out of memory. Afterwards model, optimizer, gradients and random states are restored bit for bit, and no loader
-    has been used. Gradients are not all-reduced.
+    runs out of memory. The first size is 1, or 2 for a model with BatchNorm, which cannot run on a single sample.
+    Gradients are not all-reduced. Afterwards model, optimizer, gradients and random states are restored bit for bit,
+    and no loader has been used.
 
-    `model`, `optimizer`: on the device, before or after `prepare`; preferably before, since DDP allocates gradient
-    buckets. `step(model, batch)` returns the loss of a batch on the device; it runs in the loop's precision.
-    `dataset`: map-style; its first 16 samples are read once and repeated, so put the longest ones there if their sizes
-    differ (`torch.utils.data.Subset`). `collate_fn`: takes a list of samples; None: torch's default. `max_per_rank`:
-    upper limit of samples per rank; None: the dataset's samples per rank. Required on the CPU, where the kernel kills
-    a process that uses too much memory instead of refusing an allocation. `headroom`: fraction of the largest size to
-    leave free for other memory of a run, in [0, 1).
+    - `model`, `optimizer`: on the device, preferably before `prepare`: the search does not use DDP's gradient buckets,
+      so their memory would count in addition.
+    - `dataset`: map-style. Its first 16 samples are read once and repeated. If sizes differ, put the longest samples
+      there (`torch.utils.data.Subset`).
+    - `step(model, batch)`: returns the loss of a batch on the device; it runs in the loop's precision.
+    - `collate_fn`: makes a batch from a list of samples; None: torch's default.
+    - `max_per_rank`: maximum number of samples per rank; None: the dataset's samples per rank. Required on the CPU,
+      where the kernel kills a process that uses too much memory instead of refusing an allocation.
+    - `headroom`: fraction of the largest size to leave free for other memory of a run, in [0, 1).
 
-    Raises LoopError, on all ranks, if not even the first size fits.
+    Raises LoopError for sharded parameters, for limits that are not possible, and, on all ranks, if not even the first
+    size fits.
     """
     check_search(max_per_rank, headroom, loop.rank)
     if is_sharded(model):
@@ -309,13 +311,14 @@ def scale_lr(
     Both sizes count the samples of all ranks in one update, including accumulated batches. More ranks with the same
     global batch do not need a different learning rate, so ddpilot never scales it automatically.
 
-    "linear": multiply by the ratio, for SGD with a warm-up; it held up to 8,192 images (Goyal et al. 2017,
-    arXiv:1706.02677). "sqrt": multiply by the square root of the ratio, which keeps the variance of an update
-    (Krizhevsky 2014, arXiv:1404.5997), and for Adam and RMSProp follows from theory (Malladi et al. 2022,
-    arXiv:2205.10287, which also multiplies 1 - beta by the ratio and divides epsilon by its square root).
+    - `rule`: "linear": multiply by the ratio of the sizes, for SGD with a warm-up; it held up to 8,192 images (Goyal et
+      al. 2017, arXiv:1706.02677). "sqrt": multiply by the square root of the ratio, which keeps the variance of an
+      update (Krizhevsky 2014, arXiv:1404.5997). For Adam and RMSProp this follows from theory (Malladi et al. 2022,
+      arXiv:2205.10287, which also multiplies 1 - beta by the ratio and divides epsilon by its square root).
+    - `say`: called with the message, on rank 0 only; None: print.
 
-    `say`: called with the message, on rank 0 only; default: print. Not collective. Raises LoopError for sizes below 1,
-    a learning rate that is not positive and finite, and an unknown `rule`.
+    Not collective. Raises LoopError for sizes below 1, a learning rate that is not positive and finite, and an unknown
+    `rule`.
     """
     if rule not in _SOURCES:
         raise _lr_error(f"`rule` is {rule!r}", "Use 'linear' or 'sqrt'.")

@@ -20,24 +20,25 @@ _moving = threading.RLock()  # two threads that move one module at the same time
 def ensure_on_device(module: Module, device: torch.device | str) -> Module:
     """Move the parameters and buffers of `module` to `device` unless all of them are there; return `module`.
 
-    For a library that creates its model on the CPU and moves it on first use, so that importing the library and
-    creating a model do not use a GPU: a process with a CUDA context cannot be forked, and the context takes memory. If
-    the module is on the device already, a call only compares devices (about 0.3 us per tensor).
+    Not collective. Use it in a library that creates its model on the CPU and moves it on first use. Importing the
+    library and creating a model then do not use a GPU: a process with a CUDA context cannot be forked, and the context
+    takes memory. If the module is on the device already, a call only compares devices (about 0.3 us per tensor).
+
     `device`: such as "cuda:1". Without an index, such as "cuda", it is any device of that type that holds the whole
     module, otherwise the current device.
 
     The module is changed in place by `module.to(device)`. Between a CPU and an accelerator:
 
-    - Parameters remain the same objects, so an optimizer keeps them, but the optimizer's state for them, such as
-      momentum, is not moved: create optimizers after the move, or call
-      `optimizer.load_state_dict(optimizer.state_dict())` to move the state. Gradients move with their parameters.
+    - Parameters remain the same objects, so an optimizer keeps them, and gradients move with their parameters. The
+      optimizer's state, such as momentum, is not moved: create optimizers after the move, or call
+      `optimizer.load_state_dict(optimizer.state_dict())` to move the state.
     - Tied parameters stay tied. A buffer that two modules share becomes two, as with `module.to`.
     - Inside `torch.inference_mode()` the mode is disabled for the move, so that the module can be trained later.
     - Several threads may call it for one module.
 
-    Raises DdpilotError, before anything is moved, if `module` is not a module, if a tensor is on the meta device and so
-    has no values to move, and for a DistributedDataParallel module on a different device, whose buckets would not be
-    moved. Not collective.
+    Raises DdpilotError, before anything is moved, if `module` is not a module, or if a tensor is on the meta device and
+    has no values. Raises it also for a DistributedDataParallel module on a different device, whose buckets would not be
+    moved.
     """
     import torch
 

@@ -82,20 +82,23 @@ def find_learning_rate(
     max_lr: float = 10.0,
     num_updates: int = 100,
 ) -> LearningRateSearch:
-    """Suggest a learning rate, by updates in which it grows from `min_lr` to `max_lr`. Collective.
+    """Suggest a learning rate, from updates in which it grows from `min_lr` to `max_lr`. Collective.
 
-    The updates are those of the loop, on copies of model and optimizer: afterwards weights, buffers, optimizer state
-    and random states are what they were, and no position has moved. It takes the memory of a second model and of its
-    optimizer. `model`, `optimizer`: before or after `prepare`. `loader`: of the loop; repeated if it is shorter.
-    `step(model, batch)` returns this rank's mean loss, or (mean loss, count). With several parameter groups their
-    ratios are kept, and the rates are those of the first group.
+    The updates use copies of model and optimizer, which take the memory of a second model and of its optimizer.
+    Afterwards weights, buffers, optimizer state, random states and the position in the data are unchanged. Ranks get
+    the same suggestion; at a different number of ranks the losses are equal up to rounding.
 
-    The suggestion is that of fastai's "valley": a point in the middle of the longest fall of the averaged loss. The
-    search is from Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). Ranks get the
-    same suggestion; at a different number of ranks the losses are equal up to rounding.
+    - `model`, `optimizer`: before or after `prepare`. With several parameter groups the ratios of their rates are kept,
+      and the result has the rates of the first group.
+    - `loader`: a loader of `loop`; repeated if it has fewer batches.
+    - `step(model, batch)`: returns this rank's mean loss, or (mean loss, count).
+    - `num_updates`: number of updates.
 
-    Raises LoopError, on all ranks, for invalid limits, if the loss diverges within the first updates or never falls, if
-    there are no batches, and for sharded parameters or optimizer state.
+    The search is from Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). The
+    suggestion is fastai's "valley": a point in the middle of the longest fall of the averaged loss.
+
+    Raises LoopError, on all ranks, for invalid limits, for sharded parameters or optimizer state, and if there are no
+    batches. Raises it also if the loss diverges within the first updates or never falls.
     """
     check_range(min_lr, max_lr, num_updates)
     if is_sharded(unwrap(model)) or isinstance(optimizer, ShardedState):

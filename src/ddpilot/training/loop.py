@@ -44,32 +44,48 @@ from ddpilot.training.step.precision import Kind
 class Loop(LoopCore):
     """Primitives for a custom training loop with the same results at any world_size. Creating one is collective.
 
-    `seed`: seeds weights created after this line (the same on every rank), the order of the data, and, together with
-    the rank, dropout in each epoch. `accumulate`: number of batches per update; {0: 1, 5: 4}: 4 from epoch 5 on;
-    {0: 1, "500 updates": 4}: 4 after 500 updates; or a function of (epoch, updates so far), the same on every rank.
-    `precision`: "fp32" (leaves dtypes unchanged), "tf32" (the same, with TensorFloat-32 on CUDA devices), "bf16" or
-    "fp16" (mixed), "bf16-true" (weights and optimizer state in 16 bits, too). `max_time_s`: seconds after which all
-    ranks stop together, counted from the first `epochs` or `batches`; None: no limit.
-    `check_finite`: raise NonFiniteError on all ranks if a loss is NaN or infinite (with fp16, updates that overflow are
-    skipped instead). `backend`, `timeout_s`: arguments of `init_group`, which initialises or adopts the process group,
-    also for a single rank. `group`: use this group instead.
+    Training:
 
-    `checkpoint_dir`: a directory for this run only, in which a checkpoint is saved after each epoch and when all ranks
-    stop within one; None: no checkpoints. `epochs` resumes from the latest checkpoint there, at any number of ranks;
-    `resume=False` starts over and moves existing checkpoints to a different directory. `keep`: number of newest
-    checkpoints to keep, None for all. `best`: "max acc" or "min loss"; the best checkpoint by that metric of `save` is
-    kept as well. `save_every_s`, `save_every_updates`: also save within an epoch, after this many seconds or updates.
-    `save_every`: "500 updates" or "2 epochs" (an int counts updates): save whenever the training has made a multiple of
-    that, at the end and when all ranks stop, and not after each epoch. `checkpoint_dir` may be an fsspec URL, such as
-    "s3://bucket/run7": rank 0 writes checkpoints to a local directory below `staging_dir` (see `CheckpointDir`) and
-    uploads them in the background; each node downloads the one to resume from.
+    - `seed`: seeds the weights created after this line, the same on every rank, and the order of the data. Dropout is
+      seeded by `seed`, rank and epoch.
+    - `accumulate`: number of batches per update. {0: 1, 5: 4}: 4 from epoch 5 on. {0: 1, "500 updates": 4}: 4 after 500
+      updates. Or a function of (epoch, updates so far) that returns the same number on every rank.
+    - `precision`: "fp32" (leaves dtypes unchanged), "tf32" (the same, with TensorFloat-32 on CUDA devices), "bf16" or
+      "fp16" (mixed), "bf16-true" (weights and optimizer state in 16 bits, too).
+    - `max_time_s`: seconds after which all ranks stop together, counted from the first `epochs` or `batches`; None: no
+      limit.
+    - `check_finite`: raise NonFiniteError on all ranks if a loss is NaN or infinite. With fp16, updates that overflow
+      are skipped instead.
 
-    `loggers`: one or several of `CsvLogger`, `JsonLinesLogger`, `TensorBoardLogger`, `WandbLogger` and `MLflowLogger`,
-    which get what `log` is called with, in rows of `log_every` updates (default 50) and at the end of each pass.
+    Checkpoints:
 
-    `progress`: rank 0 shows the progress of each epoch in `batches`, on stderr. None: a bar in a terminal or a
-    notebook, also for ranks launched from one, and in logs a line every 30 seconds. True: always the bar. False: no
-    output.
+    - `checkpoint_dir`: a directory for this run only; None: no checkpoints. A checkpoint is saved after each epoch, and
+      when all ranks stop within one. `epochs` resumes from the latest checkpoint, at any number of ranks. An fsspec
+      URL, such as "s3://bucket/run7", is possible: rank 0 uploads checkpoints in the background, and each node
+      downloads the checkpoint to resume from.
+    - `resume`: False starts over, and moves existing checkpoints to a subdirectory.
+    - `keep`: number of newest checkpoints to keep; None: all.
+    - `best`: "max acc" or "min loss": the best checkpoint by that metric of `save` is kept as well.
+    - `save_every_s`, `save_every_updates`: also save within an epoch, at this interval in seconds or updates.
+    - `save_every`: "500 updates" or "2 epochs" (an int counts updates): save at multiples of this number, at the end
+      and when all ranks stop, instead of after each epoch.
+    - `staging_dir`: with a URL, a local directory below which checkpoints are written before the upload; see
+      `CheckpointDir`.
+
+    Logs and progress:
+
+    - `loggers`: one or several of `CsvLogger`, `JsonLinesLogger`, `TensorBoardLogger`, `WandbLogger` and
+      `MLflowLogger`. They write what is passed to `log`.
+    - `log_every`: number of updates per row. A row is written at the end of each pass, too.
+    - `progress`: rank 0 shows the progress of each epoch in `batches`, on stderr. None: a bar in a terminal or a
+      notebook, also for ranks launched from one; otherwise a line every 30 seconds. True: always the bar. False: no
+      output.
+
+    Process group:
+
+    - `backend`, `timeout_s`: arguments of `init_group`, which creates or adopts the process group, also for a single
+      rank.
+    - `group`: use this group instead.
 
     Raises the errors of `init_group`, LoopError for invalid arguments, and CheckpointError on all ranks if the
     directory is not writable.
@@ -117,10 +133,10 @@ class Loop(LoopCore):
         seed_all(seed)
 
     def trial(self) -> Loop:
-        """Return a new loop with the same seed, `accumulate`, precision and group, to try something on copies.
+        """Return a new loop to try something on copies of model and optimizer. Collective.
 
-        It has no checkpoints, loggers or progress, and does not stop at losses that are not finite. Seeds the random
-        states of this rank. Collective.
+        The new loop has the same seed, `accumulate`, precision and group. It has no checkpoints, loggers or progress,
+        and does not stop at losses that are not finite. The random states of this rank are seeded.
         """
         return Loop(**self._trial_options)
 
@@ -143,24 +159,29 @@ class Loop(LoopCore):
         """Move models to the device and, with several ranks, wrap them in DDP; return all objects in order. Collective.
 
         `things`: models, optimizers, and objects to save with them: schedulers, an `AveragedModel`, anything with
-        `state_dict` and `load_state_dict`; one object is returned alone, several as a tuple. Weights and buffers are
-        broadcast from rank 0. A returned model has the methods of the original, which run as forward passes of DDP.
-        `explain` reports the chosen options and their reasons.
+        `state_dict` and `load_state_dict`. One object is returned alone, several as a tuple. Weights and buffers are
+        broadcast from rank 0. Methods of the original model can be called on the returned one; they run as forward
+        passes of DDP. `explain` reports the chosen options and their reasons.
 
-        `comm`: "bf16" or "fp16": all-reduce gradients in 16 bits; "powersgd" or a `PowerSGD`: as thin matrices, with
-        error feedback; or a communication hook of DDP, or (state, hook). `sync_every`: local SGD: do not all-reduce
-        gradients after the first `sync_start` updates, and average the weights every so many updates, at the end of a
-        pass and before they are read. `shard="optimizer"`: each rank keeps the optimizer state of its share of the
-        parameters only (ZeroRedundancyOptimizer); use the returned optimizer. `shard="parameters"`, or a
-        `ParameterSharding`: a shard of parameters, gradients and state (FSDP2 instead of DDP).
-        `find_unused_parameters`: updates may leave parameters unused; None: the variable DDP_FIND_UNUSED_PARAMETERS,
-        False if it is not set. `static_graph`: all updates of the training use the same parameters in the same way.
-        `bucket_cap_mb`: bucket size in MiB; None: DDP's 25. `gradient_as_bucket_view`: no second copy of gradients.
-        `forward_sync_buffers`: rank 0's buffers are broadcast in forward passes too, of which every rank then has to
-        run equally many. `sync_batch_norm`: BatchNorm statistics over all ranks, on GPUs only. `compile`: True, or
-        arguments of torch.compile ("mode", "fullgraph", "dynamic", "backend", "options"): compile models in place,
-        before anything else; the keys of their state_dict remain. Only calls of a model are compiled, not its methods.
-        `more`: further arguments of DistributedDataParallel.
+        - `comm`: how gradients are all-reduced. "bf16" or "fp16": in 16 bits. "powersgd" or a `PowerSGD`: as thin
+          matrices, with error feedback. Or a communication hook of DDP, or (state, hook).
+        - `sync_every`, `sync_start`: local SGD. After the first `sync_start` updates, gradients are not all-reduced.
+          Weights are averaged over ranks every `sync_every` updates, at the end of a pass, and before they are read.
+        - `shard`: "optimizer": each rank keeps the optimizer state of a share of the parameters only
+          (ZeroRedundancyOptimizer); use the returned optimizer. "parameters", or a `ParameterSharding`: each rank keeps
+          a shard of parameters, gradients and optimizer state (FSDP2 instead of DDP).
+        - `find_unused_parameters`: True if updates may leave parameters unused. None: the variable
+          DDP_FIND_UNUSED_PARAMETERS, else False.
+        - `static_graph`: True if all updates of the training use the same parameters in the same way.
+        - `bucket_cap_mb`: bucket size in MiB; None: DDP's 25.
+        - `gradient_as_bucket_view`: True keeps no second copy of the gradients.
+        - `forward_sync_buffers`: True broadcasts rank 0's buffers in forward passes, too. Every rank then has to run
+          the same number of forward passes.
+        - `sync_batch_norm`: True computes BatchNorm statistics over all ranks; on GPUs only.
+        - `compile`: True, or arguments of torch.compile ("mode", "fullgraph", "dynamic", "backend", "options"). Models
+          are compiled in place, before anything else, and the keys of their state_dict do not change. Only calls of a
+          model are compiled, not its methods.
+        - `more`: further arguments of DistributedDataParallel.
 
         Raises LoopError for objects of other types, for a DDP model, for options that DDP does not have or that a model
         or an optimizer does not support, and for `sync_batch_norm` on the CPU.
@@ -183,27 +204,31 @@ class Loop(LoopCore):
         return returned[0] if len(returned) == 1 else returned
 
     def average(self, model: nn.Module, how: Averaging | float) -> WeightAverage:
-        """Return an average of the weights of the prepared `model` that the loop updates and saves. Not collective.
+        """Return an average of the weights of the prepared `model`; the loop updates and saves it. Not collective.
 
-        `how`: the decay of an exponential moving average (EMA), or an `Averaging`, for an equal one (SWA), a start, and
-        an interval. Within `batches` it is updated after the steps of each batch or accumulation group that changed the
-        weights, or at the end of the first pass of each epoch; outside call its `update_parameters(model)`. Evaluate it
-        as any model, and call `update_batch_norm` first if it is an equal average of a model with BatchNorm. Raises
-        LoopError for a model that was not prepared. With `shard="parameters"` the average is sharded as the model is,
-        and LoopError is raised if `copy.deepcopy` cannot copy the model.
+        `how`: the decay of an exponential moving average (EMA), or an `Averaging`, for an equal average (SWA), a start,
+        or an interval. Within `batches`, the average is updated after each update of the weights, or at the end of the
+        first pass of each epoch. Outside of `batches`, call `update_parameters(model)` of the average.
+
+        Evaluate the average like any model. If it is an equal average of a model with BatchNorm, call
+        `update_batch_norm` first. With `shard="parameters"` the average is sharded like the model.
+
+        Raises LoopError for a model that was not prepared, and if `copy.deepcopy` cannot copy a sharded model.
         """
         return self._preparation.average(model, how)
 
     def epochs(self, num: int | None = None, *, max_updates: int | None = None) -> Iterator[int]:
         """Yield the epoch numbers from `epoch` to `num` - 1, until all ranks decide to stop. Collective.
 
-        `max_updates`: end after this many updates in total, also within an epoch, in the middle of a long or endless
-        stream; `num` may then be None. A later call, with a larger number, continues within that epoch.
+        `max_updates`: end after this many updates in total, also within an epoch of a long or endless stream; `num` may
+        then be None. A later call with a larger number continues within that epoch.
 
-        With a `checkpoint_dir` it resumes from the latest checkpoint, also within an epoch, and saves one after each
-        epoch; when it ends, the last one is on disk. SIGTERM and SIGUSR1 then save a checkpoint and raise
-        SystemExit(75) on all ranks, so that a scheduler can requeue the job. Raises LoopError without `num` and
-        `max_updates`, and, if `num` is None, for an epoch without samples, after which training would never end.
+        With a `checkpoint_dir`, training resumes from the latest checkpoint, also within an epoch, and a checkpoint is
+        saved after each epoch. The last one is on disk when the iteration ends. SIGTERM and SIGUSR1 then save a
+        checkpoint and raise SystemExit(75) on all ranks, so that a scheduler can requeue the job.
+
+        Raises LoopError without `num` and `max_updates`. If `num` is None, raises it also for an epoch without samples,
+        because training would never end.
         """
         return self._passes.epochs(num, max_updates)
 
@@ -216,19 +241,25 @@ class Loop(LoopCore):
     ) -> Iterator[Any]:
         """Yield this rank's part of every batch of the epoch, on the device. Collective.
 
-        Several loaders are read in step: each batch is a tuple with one of each. `ends`: the epoch ends with the
-        "shortest" loader, or with the "longest", and shorter ones are repeated, each time in a new order. Call
-        `backward((loss_a, loss_b))`: each loss is weighted by the samples of its own loader. `weights`: each batch is
-        from one loader instead, drawn with a probability in proportion to its weight, the same on every rank;
-        `loop.batch.source` is its index. `ends` then applies to the first or the last loader that is used up.
+        A rank without samples in a batch gets zero rows and takes part in the forward pass; a prepared model that
+        cannot run zero rows runs dummy rows. Outside of `epochs`, each further pass over the same data is a new epoch
+        with a new order.
 
-        A rank without samples in a batch gets zero rows and takes part in the forward pass; a prepared model runs dummy
-        rows if it cannot run zero rows. Outside of `epochs`, each further pass over the same data is a new epoch with a
-        new order. Every rank iterates to the end or to the joint stop, which is after an update, the same on all ranks;
-        further passes of that epoch are empty. SIGINT, SIGTERM and SIGUSR1 stop all ranks after the current update; a
-        second SIGINT stops at once. Raises NonFiniteError on all ranks, and LoopError before the first batch if
-        `loader` was not made by `loader` or `prepare_data_loader`, and if BatchNorm would get a part of fewer than two
-        samples.
+        Every rank iterates to the end, or to a stop of all ranks after the same update. Further passes of that epoch
+        are then empty. SIGINT, SIGTERM and SIGUSR1 stop all ranks after the current update; a second SIGINT stops at
+        once.
+
+        Several loaders are read together: each batch is a tuple with one batch of each. Call `backward((loss_a,
+        loss_b))`: each loss is weighted by the samples of its own loader.
+
+        - `ends`: "shortest": the epoch ends with the shortest loader. "longest": it ends with the longest, and shorter
+          ones are repeated, each time in a new order.
+        - `weights`: one number per loader. Each batch comes from one loader, drawn with a probability in proportion to
+          its weight, the same on every rank. `loop.batch.source` is the index of the loader. The epoch then ends when
+          the first ("shortest") or last ("longest") loader is used up.
+
+        Raises NonFiniteError on all ranks. Raises LoopError before the first batch if `loader` was not made by `loader`
+        or `prepare_data_loader`, and if BatchNorm would get fewer than two samples.
         """
         if more or weights is not None or ends != "shortest":
             with naming_rank(self.rank):
@@ -236,12 +267,14 @@ class Loop(LoopCore):
         return self._passes.batches(loader)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Context manager for the forward and backward pass of one batch.
+        """Return a context manager for the forward and backward pass of one batch. Not collective itself.
 
-        Gradients are all-reduced only with the last batch of an accumulation group. Pass the prepared models for which
-        the backward pass inside computes gradients. Raises LoopError for models that were not prepared, at any number
-        of ranks, and if the forward pass bypassed DDP, so that gradients were not all-reduced. Raises OutOfMemoryError
-        if memory runs out inside, on this rank only: the other ranks end as after any error of one rank.
+        Gradients are all-reduced with the last batch of an accumulation group only. `models`: the prepared models whose
+        gradients are computed inside.
+
+        Raises LoopError, at any number of ranks, for models that were not prepared, and if the forward pass bypassed
+        DDP, so that gradients were not all-reduced. Raises OutOfMemoryError if memory runs out inside, on this rank
+        only: the other ranks end as after any error of one rank.
         """
         self._parts.unprepared.check_models(models)
         return Accumulation(models, self._updates, self._precision, self.group, self._parts.sharing)
@@ -257,14 +290,20 @@ class Loop(LoopCore):
     ) -> None:
         """Run the backward pass of this rank's mean `loss`, weighted so that the update uses the mean over all samples.
 
-        `loss`: a scalar, the mean over this rank's samples of the batch; a rank without samples contributes exact
-        zeros, even if its loss is NaN. `count`: number of items that the mean is over, if they are not samples (tokens,
-        boxes); it costs a small collective. For several losses that are means over different items, pass a mapping,
-        such as `{"box": (loss, num_boxes), "class": loss}`: one backward pass and one small collective; every rank
-        passes the same names, with a count of 0 for an empty mean (which may be NaN). For `batches` of several loaders
-        in step, pass a tuple with a mean over the samples of each; it costs no collective. Collective with the last
-        batch of an accumulation group, and with a count or several named losses. Raises LoopError for invalid losses
-        and counts, and for a mean cross entropy with class weights or ignored targets without its count.
+        Collective with the last batch of an accumulation group, and with a count or several named losses.
+
+        - `loss`: a scalar, the mean over this rank's samples of the batch. A rank without samples contributes exact
+          zeros, even if its loss is NaN.
+        - `count`: number of items in the mean, if they are not samples (tokens, boxes). It costs a small collective.
+        - `retain_graph`: as for `Tensor.backward`.
+
+        For several losses with different items, pass a mapping, such as `{"box": (loss, num_boxes), "class": loss}`: it
+        takes one backward pass and one small collective. Every rank passes the same names, and a count of 0 for an
+        empty mean, which may be NaN. For `batches` of several loaders, pass a tuple with the mean over the samples of
+        each; it costs no collective.
+
+        Raises LoopError for invalid losses and counts, and for a mean cross entropy with class weights or ignored
+        targets without its count.
         """
         scaler = self._precision.scaler
         if scaler is not None:
@@ -278,19 +317,21 @@ class Loop(LoopCore):
     ) -> torch.Tensor | None:
         """Clip the gradient norm to `max_norm` and return the norm before clipping. Not collective, unless sharded.
 
-        `norm_type`: above 0, or inf for the largest element. Call it for the parameters of each group of an optimizer
-        to clip them separately. Returns None, without clipping, while gradients are being accumulated. Raises
-        NonFiniteError, on all ranks alike, if the norm is not finite; fp16 skips the update of every optimizer that
-        holds one of `parameters`. Raises LoopError for limits and norm types that are not above 0.
+        `norm_type`: above 0, or inf for the largest element. To clip the parameter groups of an optimizer separately,
+        call it for the parameters of each. Returns None, without clipping, while gradients are being accumulated.
+
+        Raises NonFiniteError, on all ranks alike, if the norm is not finite; with fp16, every optimizer that holds one
+        of `parameters` skips its update instead. Raises LoopError for limits and norm types that are not above 0.
         """
         return self._steps.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip each element of the gradients to at most `clip_value` in size. Not collective, unless sharded.
+        """Clip each element of the gradients to [-`clip_value`, `clip_value`]. Not collective, unless sharded.
 
-        Does nothing while gradients are being accumulated. Raises NonFiniteError, on all ranks alike, for a gradient
-        that is not finite, which clipping would hide; with fp16 its update is skipped. Raises LoopError for a limit
-        that is not above 0.
+        Does nothing while gradients are being accumulated.
+
+        Raises NonFiniteError, on all ranks alike, for a gradient that is not finite, which clipping would hide; with
+        fp16 the update is skipped instead. Raises LoopError for a limit that is not above 0.
         """
         self._steps.clip_value(parameters, clip_value)
 
@@ -304,25 +345,31 @@ class Loop(LoopCore):
     ) -> bool:
         """Step the optimizer, clear its gradients and step `scheduler`. True if the weights were updated. Collective.
 
-        Returns False, without an update, while gradients are being accumulated; also if fp16 skips the update, on all
-        ranks alike. Raises NonFiniteError on all ranks, on the CPU before anything is updated. On an accelerator the
-        host does not wait: the optimizer gets zeros in place of gradients that are not finite, so the weights remain
-        finite, and the error is raised once the ranks have exchanged their flags, about 0.1 s later (at most 32
-        updates, and always before the end of the epoch, an evaluation and a save; after a `break` by the next
-        collective call of the loop other than `step`). A backward pass after the error starts without gradients. Raises
-        LoopError, at any number of ranks, for parameters that belong to no prepared model, and in `batches` for
-        gradients without any `loop.backward`, and for gradients of a backward pass before the last step of a different
-        optimizer, which that step did not clear, added to later ones; with several ranks also for gradients of a
-        forward pass that bypassed DDP. If that is intended, call `optimizer.step()`.
+        Returns False, without an update, while gradients are being accumulated, and if fp16 skips the update; the same
+        on all ranks.
 
-        `scheduler`: a ReduceLROnPlateau gets the update's mean loss over all ranks; it has to be prepared. `closure`:
-        for optimizers that compute the loss several times per update (LBFGS, SAM): a function that runs forward and
-        `loop.backward`. Gradients are cleared before each call, and the optimizer gets the loss over all ranks,
-        whatever the closure returns, so all ranks take the same steps; this costs a small collective per call. Not
-        supported with `accumulate` > 1 or fp16. A NonFiniteError leaves the weights at the optimizer's current trial
-        point. `ahead`: call it once before the optimizer steps, for those that read gradients before they call their
-        closure (SAM, as it is usually written); the optimizer's first call is then not a second evaluation, unless the
-        weights were changed before it.
+        - `scheduler`: steps after an update. A ReduceLROnPlateau gets the update's mean loss over all ranks, and has to
+          be prepared.
+        - `closure`: for optimizers that compute the loss several times per update (LBFGS, SAM): a function that runs
+          the forward pass and `loop.backward`. Gradients are cleared before each call. The optimizer gets the loss over
+          all ranks, whatever the closure returns, so that all ranks take the same steps; this costs a small collective
+          per call. Not supported with `accumulate` > 1 or fp16. A NonFiniteError leaves the weights at the optimizer's
+          current trial point.
+        - `ahead`: True runs the closure once before the optimizer steps, for optimizers that read gradients before they
+          call it (SAM, as it is usually written). The optimizer's first call then returns that result, unless the
+          weights were changed in between.
+
+        Raises NonFiniteError on all ranks if a loss or gradient is not finite. On the CPU it is raised before anything
+        is updated. On an accelerator the host does not wait: the optimizer gets zeros in place of such gradients, so
+        that the weights remain finite. The error follows once the ranks have exchanged their flags, about 0.1 s and at
+        most 32 updates later, and always before the end of the epoch, an evaluation and a save. After a `break` the
+        next collective call of the loop other than `step` raises it. A backward pass after the error starts without
+        gradients.
+
+        Raises LoopError for parameters that belong to no prepared model. In `batches`, raises it also for gradients
+        without any `loop.backward`, and if gradients remain from a backward pass before the last step of a different
+        optimizer. With several ranks, raises it also for gradients of a forward pass that bypassed DDP. If that is
+        intended, call `optimizer.step()`.
         """
         return self._steps.step(optimizer, scheduler, closure, ahead)
 
@@ -337,19 +384,21 @@ class Loop(LoopCore):
     ) -> dict[str, Any]:
         """Return the value of each metric over all samples of `loader`, the same on every rank. Collective.
 
-        Each sample counts once. `loader`: a loader made by `loader` or `prepare_data_loader`, or a plain DataLoader,
-        which is divided here. `metrics`: maps a name to a torchmetrics object (which is not changed) or to a function
-        of (output, target) that returns a value per sample, the batch's mean, or (mean, count of items in the mean); or
-        a torchmetrics MetricCollection. The value is NaN without samples. The model runs unwrapped, in eval mode, with
-        rank 0's buffers, and not at all on a rank without samples. `forward(model, batch)` returns the arguments of the
-        metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Random
-        states are restored.
+        Each sample counts once. The model runs unwrapped, in eval mode, with rank 0's buffers, and not at all on a rank
+        without samples. Random states are restored. Pass either `metrics` or `step`.
 
-        `step(model, batch)`, in place of metrics, computes everything itself and returns a dict of values, each as a
-        function in `metrics` returns it; a value alone is named "loss". It is not called on ranks without samples.
+        - `loader`: made by `loader` or `prepare_data_loader`, or a plain DataLoader, which is divided among the ranks
+          here.
+        - `metrics`: maps a name to a torchmetrics object, which is not changed, or to a function of (output, target).
+          The function returns a value per sample, the batch's mean, or (mean, number of items in the mean). A
+          torchmetrics MetricCollection is accepted, too. Without samples the value is NaN.
+        - `forward(model, batch)`: returns the arguments of the metrics. Default: `(model(*batch[:-1]), batch[-1])`, or
+          `(model(**batch), batch)` for a mapping.
+        - `step(model, batch)`: computes the values itself, and returns them in a dict, in the forms that a function in
+          `metrics` may return. A value without a dict is named "loss". It is not called on ranks without samples.
 
         Raises NonFiniteError on all ranks for an earlier update that has not been reported yet, and LoopError unless
-        one of `metrics` and `step` is given.
+        exactly one of `metrics` and `step` is given.
         """
         return self._inference.evaluate(model, loader, metrics, forward, step)
 
@@ -364,13 +413,17 @@ class Loop(LoopCore):
     ) -> Any:
         """Return the model's outputs for all samples of `loader`, in dataset order, on rank 0. Collective.
 
-        `loader`: a loader made by `loader` or `prepare_data_loader`, or a plain DataLoader, which is divided here.
-        Outputs: tensors with a row per sample, tuples and dicts of them, or a list with an object per sample; on the
-        CPU. None on the other ranks, unless `on_all_ranks`, and if there are no samples. `to`: a directory that rank 0
-        writes batch by batch, so that memory holds only one batch; read it with `read_predictions`; its path is
-        returned on every rank. `forward(model, batch)`: default `model(*batch[:-1])` for a tuple, `model(batch[0])` for
-        one item, `model(**batch)` for a mapping, `model(batch)` for anything else. Raises NonFiniteError on all ranks
-        for an earlier update that has not been reported yet.
+        Outputs are on the CPU: tensors with a row per sample, tuples and dicts of such tensors, or a list with an
+        object per sample. Returns None on the other ranks, unless `on_all_ranks`, and if there are no samples.
+
+        - `loader`: made by `loader` or `prepare_data_loader`, or a plain DataLoader, which is divided among the ranks
+          here.
+        - `to`: a directory into which rank 0 writes the outputs batch by batch, so that memory holds one batch only.
+          Every rank returns its path; read it with `read_predictions`.
+        - `forward(model, batch)`: returns the outputs of a batch. Default: `model(*batch[:-1])` for a tuple,
+          `model(batch[0])` for one item, `model(**batch)` for a mapping, `model(batch)` for anything else.
+
+        Raises NonFiniteError on all ranks for an earlier update that has not been reported yet.
         """
         return self._inference.predict(model, loader, to, on_all_ranks, forward)
 
@@ -384,9 +437,13 @@ class Loop(LoopCore):
     ) -> None:
         """Compute the statistics of the BatchNorm layers of `model` over the batches of `loader`. Collective.
 
-        For averaged weights, whose statistics are not those of any model that was trained; as torch's `update_bn`, with
-        the batches of all ranks: the same statistics at any number of ranks. The model runs in train mode without
-        gradients. `max_batches`: at most these many. `forward`: as for `predict`. Random states are restored.
+        Use it for averaged weights: BatchNorm statistics of training belong to other weights. It works as torch's
+        `update_bn`, with the batches of all ranks, so that statistics are the same at any number of ranks. The model
+        runs in train mode without gradients. Random states are restored.
+
+        - `max_batches`: maximum number of batches; None: all.
+        - `forward`: as for `predict`.
+
         Raises LoopError for a batch with a single value per channel.
         """
         self._inference.update_batch_norm(model, loader, max_batches, forward)

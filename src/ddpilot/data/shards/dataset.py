@@ -10,9 +10,9 @@ from ddpilot.errors import DataError
 
 
 class ShardedDataset:
-    """A dataset of shards, such as files, of which each rank and worker reads its own.
+    """A dataset of shards, such as files. Each rank and worker reads its own shards.
 
-    A subclass defines `num_shards` and `open`; a class of your own that has both is a dataset of shards as well. If the
+    A subclass defines `num_shards` and `open`. A class of your own that has both is a dataset of shards as well. If the
     samples differ from epoch to epoch, define `set_epoch(epoch)`, which is called before an epoch is read.
     """
 
@@ -20,14 +20,14 @@ class ShardedDataset:
     """Number of shards."""
 
     def open(self, shard: int, skip: int = 0) -> Iterable[Any]:
-        """Return an iterable over the records of `shard` (0 to `num_shards` - 1) without the first `skip` ones.
+        """Return an iterable over the records of `shard` (0 to `num_shards` - 1), without the first `skip` records.
 
-        It has to yield the same records each time, and to skip should cost less than to read.
+        It has to yield the same records each time. Skipping records should cost less than reading them.
         """
         raise NotImplementedError
 
     def decode(self, record: Any) -> Any:
-        """Return the sample of a record of `open`; called only by the rank and worker that keeps it."""
+        """Return the sample of a record of `open`. Called only by the rank and worker that keeps the sample."""
         return record
 
     def num_samples(self, shard: int) -> int | None:  # noqa: ARG002

@@ -73,8 +73,9 @@ class _Files(ShardedDataset):
 class JsonLinesShards(_Files):
     """Files of JSON lines: a sample is the value of a line. Blank lines are skipped.
 
-    `paths`: files, or a pattern such as "data/*.jsonl"; those ending in .gz, .bz2 or .xz are decompressed. `transform`:
-    called with the value of a line, returns the sample. `num_samples`: the number of samples of each file, if known.
+    - `paths`: files, or a pattern such as "data/*.jsonl". Files that end in .gz, .bz2 or .xz are decompressed.
+    - `transform`: called with the value of a line, returns the sample.
+    - `num_samples`: the number of samples of each file, if known.
     """
 
     def open(self, shard: int, skip: int = 0) -> Iterator[bytes]:
@@ -96,8 +97,11 @@ class JsonLinesShards(_Files):
 class ParquetShards(_Files):
     """Parquet files: a sample is a row, as a dict from column to Python value. Needs pyarrow.
 
-    `paths`: files, or a pattern such as "data/*.parquet". `columns`: those to read; None: all. `transform`: called with
-    such a dict, returns the sample. The numbers of rows are read from the files when the dataset is made.
+    - `paths`: files, or a pattern such as "data/*.parquet".
+    - `columns`: names of the columns to read; None: all.
+    - `transform`: called with the dict of a row, returns the sample.
+
+    The numbers of rows are read from the files when the dataset is created.
     """
 
     _ROWS = 1024
@@ -136,14 +140,16 @@ class ParquetShards(_Files):
 class WebDatasetShards(_Files):
     """Tar archives in the format of WebDataset: a sample is the consecutive files of an archive with one basename.
 
-    The basename is the path up to the first dot of the file name, and the rest is the key of the file's bytes in the
-    sample, a dict: "a/0001.jpg" and "a/0001.seg.png" are {"__key__": "a/0001", "jpg": ..., "seg.png": ...}. `paths`:
-    archives, or a pattern such as "data/*.tar"; .tar.gz and others are decompressed. `transform`: called with such a
-    dict, returns the sample. `num_samples`: the number of samples of each archive, if known.
+    The basename is the path up to the first dot of the file name. The rest of the name is the key of the file's bytes
+    in the sample, a dict: "a/0001.jpg" and "a/0001.seg.png" are {"__key__": "a/0001", "jpg": ..., "seg.png": ...}.
+
+    - `paths`: archives, or a pattern such as "data/*.tar"; .tar.gz and others are decompressed.
+    - `transform`: called with this dict, returns the sample.
+    - `num_samples`: the number of samples of each archive, if known.
     """
 
     def open(self, shard: int, skip: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the samples of an archive; of those before `skip`, only the names are read."""
+        """Yield the samples of an archive. Of the first `skip` samples, only the names are read."""
         path, number = self.paths[shard], 0
         with tarfile.open(path) as archive:
             key: str | None = None

@@ -54,17 +54,28 @@ def check_program(
 ) -> ProgramDiagnosis:
     """Check a program step by step, from one process to several ranks of this machine; stop at the first fault.
 
-    The rungs: (a) `num_updates` optimizer steps as one process; (b) environment and machine, as `doctor`; (c) the ranks
-    form a group, and its collectives return right values; (d) all tensors of the first batch are on the device of their
-    rank; (e) after the first backward pass the ranks have the same gradients, of other data; (f) the same steps on all
-    ranks agree with one, as `verify`; (g) the share of an update that passes in communication. At the end comes the
-    set-up checklist, each point ok, wrong with its line, or not seen, from `ddpilot lint` and the runs together.
+    The steps are called rungs:
 
-    `fn`: a function, or text: the path of a script (`args` are words of its command line) or ``train.py:train``. It is
-    not changed; it runs up to its first updates, several times, and what it does until then it does each time.
-    `nproc_per_node`: None: one per visible accelerator, at least 2. `timeout_s`: seconds for each run of a function.
-    `num_workers`, `checkpoint_dir`: as for `doctor`. `show`: called with a line about each run. Not collective. Raises
-    LaunchError for counts that cannot be, a file or function that does not exist, or in a rank.
+    - a: `num_updates` optimizer steps as one process;
+    - b: environment and machine, as `doctor`;
+    - c: the ranks form a group, and its collectives return right values;
+    - d: all tensors of the first batch are on the device of their rank;
+    - e: after the first backward pass the ranks have the same gradients, from different samples;
+    - f: the same steps on all ranks agree with one process, as `verify`;
+    - g: the share of an update that is spent in communication.
+
+    The set-up checklist follows: each point is ok, wrong (with its line) or not seen, by `ddpilot lint` and the runs
+    together.
+
+    - `fn`: a function, the path of a script as text (`args` are words of its command line), or ``train.py:train``. It
+      is not changed. It runs up to its first updates, several times, and everything that it does until then, such as
+      writing files, happens each time.
+    - `nproc_per_node`: number of ranks; None: one per visible accelerator, at least 2.
+    - `timeout_s`: seconds for each run of a function.
+    - `num_workers`, `checkpoint_dir`: as for `doctor`.
+    - `show`: called with a line about each run.
+
+    Not collective. Raises LaunchError for impossible counts, for a file or function that does not exist, and in a rank.
     """
     num = nproc_per_node if nproc_per_node is not None else max(_NUM_ON_CPU, count_accelerators(os.environ))
     _check_counts(num, num_updates)

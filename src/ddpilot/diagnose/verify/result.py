@@ -51,11 +51,11 @@ class Verification:
     rows: tuple[UpdateRow, ...] = ()
     """The updates that were compared."""
     floors: Mapping[str, float] | None = None
-    """Measured noise: largest relative difference by the name of the pair of runs."""
+    """Measured noise: the largest relative difference of each pair of repeated runs, by the name of the pair."""
     notes: tuple[str, ...] = ()
     """Changes that made the runs comparable, one sentence each."""
     details: str = ""
-    """The text of the error that ended a run after its first line, with its traceback; empty without one."""
+    """Traceback of the error that ended a run, without the error's first line; empty without an error."""
 
     @property
     def is_equal(self) -> bool:

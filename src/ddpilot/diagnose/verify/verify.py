@@ -47,20 +47,22 @@ def verify(
 ) -> Verification:
     """Run `fn(*args, **kwargs)` on one rank and on several of this machine, and compare what their updates compute.
 
-    Compared are, for each of the first `num_updates` steps of its optimizers: the samples, gradients and parameters by
-    name, and the options of the optimizer; and what `fn` returns. A difference is reported with its size, whether
-    rounding explains it (the same run twice, gradients changed in their last place, float64), and the finding that
-    explains it, which is tried by experiment where possible. Takes 3 to 9 runs of `fn`, one after another.
+    For each of the first `num_updates` steps of the optimizers, it compares the samples, the gradients and parameters
+    by name, and the options of the optimizer. It also compares the values that `fn` returns. A difference is reported
+    with its size, the finding that explains it, and whether rounding explains it. For this, the same run is repeated,
+    gradients are changed in their last place, or float64 is used. Takes 3 to 9 runs of `fn`, one after another.
 
-    `fn`: a function, or text: the path of a script (`args` are words of its command line) or ``train.py:train``. On
-    each rank it runs as with `launch`, or as with ``ddpilot run``: it enters a process group and divides its data
-    itself, or leaves that to a Loop, a Trainer or a library. Where the batch size is per rank (DistributedSampler), the
-    run on one rank has batches as large as those of all ranks together.
+    - `fn`: a function, the path of a script as text (`args` are words of its command line), or ``train.py:train``. On
+      each rank it runs as with `launch` or ``ddpilot run``: it enters a process group and divides its data itself, or
+      leaves that to a Loop, a Trainer or a library. If the batch size is per rank (DistributedSampler), the run on one
+      rank has batches as large as those of all ranks together.
+    - `nproc_per_node`: number of ranks to compare with one; None: one per visible accelerator, at least 2.
+    - `num_updates`: number of steps of each optimizer after which a run is ended; None: it runs to its end.
+    - `timeout_s`: seconds for each run of a function.
+    - `show`: called with a line about each run.
 
-    `nproc_per_node`: ranks to compare with one; None: one per visible accelerator, at least 2. `num_updates`: steps of
-    each optimizer after which a run is ended; None: it runs to its end. `timeout_s`: seconds for each run of a
-    function. `show`: called with a line about each run. Not collective. Raises LaunchError for a number of ranks that
-    cannot be, a file or function that does not exist, or in a rank. An error of the program is in the result.
+    Not collective. Raises LaunchError for an impossible number of ranks, for a file or function that does not exist,
+    and in a rank. An error of the program is part of the result.
     """
     num = nproc_per_node if nproc_per_node is not None else max(_NUM_ON_CPU, count_accelerators(os.environ))
     _check(num, num_updates)

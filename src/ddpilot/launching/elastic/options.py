@@ -65,7 +65,7 @@ class RunOptions:
     """Seconds that nodes wait for each other at the start and at each restart."""
 
     node_timeout_s: float = 30.0
-    """Seconds without a heartbeat of a different node after which this node terminates its ranks."""
+    """Seconds without a heartbeat from another node after which this node terminates its ranks."""
 
     max_restarts: int = 0
     """Maximum number of times that all ranks are restarted after a failure."""

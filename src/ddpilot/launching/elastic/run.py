@@ -19,10 +19,10 @@ from ddpilot.launching.system_limits import limits_explained
 
 
 def run_script(options: RunOptions, make_observer: MakeObserver | None = None) -> None:
-    """Run the script or module of `options` on this node's ranks, as ``ddpilot run`` does, and return once all ended.
+    """Run the script or module of `options` on this node's ranks, as ``ddpilot run`` does, until all have ended.
 
-    `make_observer`: creates the observer of the ranks; without it, nothing is watched. Raises LaunchError or
-    RendezvousError before any rank starts if the options or the machine do not allow it, RankError if a rank fails, and
+    `make_observer`: creates the observer of the ranks; None: nothing is watched. Raises LaunchError or RendezvousError
+    before any rank starts if the options or the machine do not allow it. Raises RankError if a rank fails, and
     RunStoppedError after SIGINT or SIGTERM.
     """
     run_prepared(prepare_run(options, os.environ), make_observer)

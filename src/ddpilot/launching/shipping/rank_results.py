@@ -13,9 +13,9 @@ from ddpilot.launching.shipping.parcel import open_parcel
 class RankResults(Sequence[Any]):
     """Every rank's value, by rank: `results[0]` is what rank 0 returned.
 
-    A value is unpickled on first access. Large tensors in it are backed by a memory file, are read when they are
-    touched, and belong to this process. A DDP model comes back as the module it wraps. Classes and functions that the
-    parent shipped come back as the parent's own objects.
+    A value is unpickled on first access. Large tensors in it are backed by a memory file, which is read when they are
+    used; they belong to this process. A DDP model comes back as the module that it wraps. Classes and functions that
+    the parent sent come back as the parent's own objects.
     """
 
     def __init__(self, parcels: Sequence[memoryview], known: Sequence[Any]) -> None:

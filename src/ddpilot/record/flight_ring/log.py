@@ -181,9 +181,9 @@ class RankLog:
     entering_ns: int | None = None
     """Time since which the main thread has been seen in init_process_group; None if it is not in it."""
     asked_world_size: int = 0
-    """World size passed to that call; meaningless if `entering_ns` is None."""
+    """World size passed to init_process_group; meaningless if `entering_ns` is None."""
     asked_rank: int = 0
-    """Rank passed to that call; meaningless if `entering_ns` is None."""
+    """Rank passed to init_process_group; meaningless if `entering_ns` is None."""
     is_closed: bool = False
     """True if only ranks of this job can join: this process has no children, and ranks meet in the launcher's store on
     one machine."""
@@ -196,7 +196,7 @@ class RankLog:
     num_faults: int
     """Errors of the recording itself."""
     first_fault: str
-    """Message of the first of them; "" if there is none."""
+    """Message of the first error of the recording; "" if there is none."""
     collectives: tuple[Collective, ...]
     """The newest collectives, oldest first."""
 

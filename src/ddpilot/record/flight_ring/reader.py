@@ -24,10 +24,10 @@ _FROM_ABOUT = ("rank", "pid", "host", "torch", "started_ns", "started_unix_ns")
 def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | None = None) -> RankLog:
     """Return the contents of a ring: all records, or those after the index `after`, or the `newest` ones.
 
-    May be called at any time: a record that is just being written is left out and counted in `num_torn`. Raises
-    `RecordError` if the file is not a ring, has a different version or byte order, or is truncated or damaged;
-    `OSError` if it cannot be read, also because a different user owns it: `FileNotFoundError` until the rank has
-    started to record.
+    Not collective, and possible at any time: a record that is just being written is left out and counted in `num_torn`.
+    Raises `RecordError` if the file is not a ring, has a different version or byte order, or is truncated or damaged.
+    Raises `FileNotFoundError` until the rank has started to record, and `OSError` if the file cannot be read, for
+    example because a different user owns it.
     """
     name = os.fspath(path)
     with open(open_own_file(path), "rb", buffering=0) as file:

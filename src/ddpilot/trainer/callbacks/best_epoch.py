@@ -69,22 +69,24 @@ class EarlyStopping(_BestEpoch):
     """Stop all ranks once `monitor` has not improved on its best value for `patience` epochs in a row.
 
     Epochs without validation because of `validate_every` do not count for a "val_" metric. If `validate_every` counts
-    updates, `patience` is a number of its intervals, and all ranks stop right after the last of them.
+    updates, `patience` counts its intervals, and all ranks stop right after the last of them. Rank 0 decides, from
+    values that are equal on all ranks.
 
-    `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy". `mode`: "min" (default) if
-    lower is better, "max" if higher is better. `min_delta`: improvements of at most this much do not count. Rank 0
-    decides, from values that are equal on all ranks. A fit with a total (`until_epoch`, `max_updates`, or a
-    `checkpoint_dir`) that was stopped stays stopped, also after resuming from a checkpoint; with a larger total, or
-    with further epochs, patience starts over. Its attributes `best`, `best_epoch` and `best_update` are the best value
-    so far, its epoch and the number of updates then.
+    - `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy".
+    - `mode`: "min" (default) if lower is better, "max" if higher is better.
+    - `min_delta`: improvements of at most this much do not count.
+    - `stop_at`: stop as soon as `monitor` reaches this value.
+    - `start`: do not stop before this total number of epochs, or before "500 updates"; earlier epochs count for
+      `patience`.
+    - `restore_best`: load the weights of the best epoch into model and EMA at the end, on all ranks. Until then rank 0
+      and checkpoints hold a copy in CPU memory. With sharded parameters each rank holds a copy of its shards, which
+      rank 0 gathers for a checkpoint. The optimizer keeps its state.
 
-    `stop_at`: stop as soon as `monitor` reaches this value, however long that takes. `start`: do not stop before this
-    many epochs, or with a text such as "500 updates" this many updates, in total; epochs until then count for
-    `patience`.
+    The attributes `best`, `best_epoch` and `best_update` are the best value so far, its epoch, and the number of
+    updates then.
 
-    `restore_best`: load the weights of the best epoch into model and EMA at the end, on all ranks; until then rank 0
-    and checkpoints hold a copy in CPU memory, or each rank one of its shards, which rank 0 gathers for a checkpoint.
-    The optimizer keeps its state.
+    A fit with a total (`until_epoch`, `max_updates`, or a `checkpoint_dir`) that was stopped stays stopped, also after
+    resuming from a checkpoint. With a larger total, or with further epochs, patience starts over.
 
     Raises LoopError for invalid arguments, and after an epoch without this metric.
     """
@@ -217,13 +219,15 @@ def _copy(run: Run) -> list[torch.Tensor]:
 class BestWeights(_BestEpoch):
     """Write the weights of the epoch with the best `monitor` to `path`, a safetensors file, on rank 0.
 
-    If `validate_every` counts updates, those at the end of the best interval. The EMA's weights if there is one, as it
-    is what was evaluated; names have no prefixes, so any model of the same architecture loads them:
-    `ddpilot.load_weights(model, path)`. The file is replaced atomically. To resume training, use a checkpoint, which
-    holds more: `checkpoint_dir=`.
+    If `validate_every` counts updates, the weights are those at the end of the best interval. With an EMA, its weights
+    are written, because evaluations use them. Names have no prefixes, so any model of the same architecture loads them:
+    `ddpilot.load_weights(model, path)`. The file is replaced atomically. To resume training, use `checkpoint_dir=`: a
+    checkpoint holds more than the weights.
 
-    `monitor`, `mode`, `min_delta`: as for `EarlyStopping`; `best`, `best_epoch` and `best_update` too. Raises OSError
-    if the file cannot be written, and LoopError as `EarlyStopping` does, on all ranks.
+    `monitor`, `mode`, `min_delta`: as for `EarlyStopping`, and so are the attributes `best`, `best_epoch` and
+    `best_update`.
+
+    Raises OSError if the file cannot be written, and LoopError as `EarlyStopping` does, on all ranks.
     """
 
     _is_joint_if_sharded = True

@@ -11,13 +11,13 @@ from ddpilot.trainer.run import Run
 
 
 class GarbageCollection(Callback):
-    """Run Python's garbage collector after every `every` updates (default 200) and after each epoch only.
+    """Run Python's garbage collector only after every `every` updates (default 200) and after each epoch.
 
-    By default, each rank collects at its own time, which takes tenths of a second in a large program while all other
-    ranks wait in the next all-reduce of gradients: with many ranks there is always a late one. With this callback all
-    ranks collect after the same update: the young generations after updates, everything after an epoch. Objects that
-    existed before the fit (libraries, the model) are frozen, so that a collection takes milliseconds. The collector's
-    previous state is restored afterwards. Raises LoopError for `every` below 1.
+    By default, each rank collects at a different time. A collection takes tenths of a second in a large program, while
+    all other ranks wait in the next all-reduce of gradients. With this callback all ranks collect after the same
+    update: the young generations after updates, everything after an epoch. Objects that existed before the fit
+    (libraries, the model) are frozen, so that a collection takes milliseconds. The collector's previous state is
+    restored afterwards. Raises LoopError for `every` below 1.
     """
 
     ranks = "all"

@@ -84,10 +84,10 @@ def _is_kept(row: Mapping[str, Any], run: Run, has_kinds: bool) -> bool:
 class CsvLog(RowLog):
     """Write `path`, a CSV file with one row per epoch, after each epoch, on rank 0.
 
-    If `validate_every` counts updates, one row per interval.
+    If `validate_every` counts updates, the file has one row per interval. A metric that first appears later gets a
+    column. A run that resumes from a checkpoint, or fits again, continues the table: rows of repeated epochs are
+    replaced. A new run renames an existing file by adding "-1" before its suffix.
 
-    A metric that first appears later gets a column. A run that resumes from a checkpoint, or fits again, continues the
-    table: rows of repeated epochs are replaced. A new run renames an existing file by adding "-1" before its suffix.
     Raises OSError, on all ranks.
     """
 

@@ -70,7 +70,7 @@ class _StepMonitor(Callback):
 class LRMonitor(_StepMonitor):
     """Record the learning rate of each parameter group every `every` updates (default 10), on rank 0.
 
-    Records the rate that the update used, not the one that a scheduler set after it. Its name in logs is "lr", "lr.1"
+    The recorded rate is the one that the update used, not the next one of a scheduler. Its name in logs is "lr", "lr.1"
     for a second group, "lr.name" with several optimizers. `also`: further values of the groups, such as "weight_decay".
     Raises LoopError for `every` below 1.
     """

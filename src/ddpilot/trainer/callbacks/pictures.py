@@ -27,11 +27,13 @@ Draw = Callable[["Figure", Any, Any], None]
 class Pictures(Callback):
     """Plot predictions for some samples of `dataset` to `folder`/epoch-0000.png and so on, on rank 0.
 
-    `samples`: indices (default: the first 8), read and collated once. `every`: epochs between pictures (default 1), or
-    "500 updates", for update-00000500.png and so on. `draw(figure, batch, output)` draws on an empty matplotlib figure,
-    from tensors on the CPU; the default draws images of shape (1 or 3, height, width) or (height, width), titled with
-    the predicted class, in red and with the target if they differ. The model, or its EMA, is called in eval mode with
-    the batch without its last element, the target.
+    The model, or its EMA, is called in eval mode with the batch without its last element, the target.
+
+    - `samples`: indices (default: the first 8), read and collated once.
+    - `every`: epochs between pictures (default 1), or "500 updates", for update-00000500.png and so on.
+    - `draw(figure, batch, output)`: draws on an empty matplotlib figure, from tensors on the CPU. The default draws
+      images of shape (1 or 3, height, width) or (height, width), titled with the predicted class; a wrong class is in
+      red, with the target.
 
     Raises LoopError for indices out of range, and, on all ranks, if matplotlib is not installed or if the default
     cannot draw the samples.

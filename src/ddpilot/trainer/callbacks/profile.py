@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class Profile(Callback):
     """Measure every update of a fit on all ranks, and show at its end where the time goes and what to change.
 
-    `path`: file for the report with its pictures, written by rank 0 into an existing folder; None: only the text is
-    shown. At the end of the fit the ranks exchange what they have measured, in one collective. The first four updates
-    are left out; for fewer than six updates a line says that there are too few.
+    `path`: file for the report with pictures, which rank 0 writes into an existing folder; None: only the text is
+    shown. The first four updates are left out. With fewer than six updates, a line reports that there are too few. At
+    the end of the fit the ranks exchange their measurements in one collective.
 
-    After the fit, `summary` is the text, `plot()` a matplotlib figure, and `to_html(path)` writes the report; a
+    After the fit, `summary` is the text, `plot()` returns a matplotlib figure, and `to_html(path)` writes the report. A
     notebook shows the callback as its report.
     """
 

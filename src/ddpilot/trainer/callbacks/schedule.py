@@ -16,11 +16,13 @@ from ddpilot.trainer.run import Run
 class Schedule(Callback):
     """Set `target` to `value(number)` before each update, or each epoch, on all ranks.
 
-    `target`: "weight_decay", "momentum", "betas" and so on: this key in each parameter group that has it, of each
-    optimizer; or "model.temperature", "model.head.dropout.p": this attribute of the model; tensors are filled in index.
-    `value`: a function of the number of completed updates (`by="update"`, the default) or epochs (`by="epoch"`), from
-    0. `group`: index of one parameter group; None (default) for all. `optimizer`: name of one optimizer; None (default)
-    for all.
+    - `target`: a key of the optimizers' parameter groups, such as "weight_decay", "momentum" or "betas": it is set in
+      each group that has it. Or an attribute of the model, such as "model.temperature" or "model.head.dropout.p"; a
+      tensor is filled in place.
+    - `value`: a function of the number of completed updates (`by="update"`, the default) or epochs (`by="epoch"`), from
+      0.
+    - `group`: index of one parameter group; None (default): all.
+    - `optimizer`: name of one optimizer; None (default): all.
 
     The value depends on the number only, so it is correct in a run that resumes from a checkpoint. Raises LoopError
     before the first epoch if the target does not exist, or for "lr" together with a scheduler.

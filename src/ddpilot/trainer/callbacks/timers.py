@@ -27,18 +27,20 @@ _REPORTED_SHARE, _REPORTED_S = 0.05, 0.1
 class Timers(Callback):
     """Time the parts of each epoch on every rank, and report slow ranks on rank 0.
 
-    "data": waiting for the loader. "forward": forward passes in training. "update": the rest of training: backward,
-    all-reduce of gradients, optimizer and callbacks. "save": waiting for checkpoints, those in the epoch and the one at
-    the end of the previous epoch. "evaluate": the validation.
+    - "data": waiting for the loader.
+    - "forward": forward passes in training.
+    - "update": the rest of training: backward, all-reduce of gradients, optimizer and callbacks.
+    - "save": waiting for checkpoints in the epoch, and for the one at the end of the previous epoch.
+    - "evaluate": the validation.
 
-    In "update" all ranks wait for the slowest, which shows in "data" and "forward": a rank is reported as slow if its
-    "data" plus "forward" is more than `slow` times (default 1.3) the median of the other ranks', and the difference is
-    at least 5 % of the epoch and 0.1 s. On a GPU, "forward" is device time, measured without synchronization in the
-    epoch.
+    All ranks wait in "update" for the slowest rank, which takes longer in "data" or "forward". A rank is reported as
+    slow if its "data" plus "forward" is more than `slow` times (default 1.3) the median of the other ranks', and the
+    difference is at least 5 % of the epoch and 0.1 s. On a GPU, "forward" is device time, measured without
+    synchronization in the epoch.
 
-    If `validate_every` counts updates, the parts of each of its intervals instead. Each epoch costs one small
-    collective. The epoch's row has {"data": ...} under "time": seconds on the rank with the maximum. `say`: print a
-    line per epoch (default True). Raises LoopError unless `slow` is above 1.
+    The epoch's row has {"data": ...} under "time": seconds on the rank with the maximum. If `validate_every` counts
+    updates, its intervals are timed instead of epochs. Each epoch or interval costs one small collective. `say`: print
+    a line per epoch (default True). Raises LoopError unless `slow` is above 1.
     """
 
     ranks = "all"

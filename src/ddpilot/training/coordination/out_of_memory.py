@@ -87,11 +87,11 @@ class JointTry:
 
 
 def joint_try(attempt: Callable[[], Any], group: GroupLike) -> JointTry:
-    """Run `attempt()` on every rank and return, on all of them alike, the ranks on which memory ran out. Collective.
+    """Run `attempt()` on every rank and return the ranks on which memory ran out, the same on all ranks. Collective.
 
-    `attempt` must not be collective itself, since a rank that runs out of memory leaves it early: run the module inside
-    DDP (`unwrap(model)`), or use `model.no_sync()`. The memory that a failed attempt allocated is released. Any other
-    exception is raised again on its rank, and as RemoteRankError on the other ranks.
+    `attempt` must not be collective itself, because a rank that runs out of memory leaves it early. Run the module
+    inside DDP (`unwrap(model)`), or use `model.no_sync()`. The memory that a failed attempt allocated is released. Any
+    other exception is raised again on its rank, and as RemoteRankError on the other ranks.
     """
     value, failure = None, None
     try:

@@ -67,12 +67,13 @@ class LoopCore:
 
     @property
     def batch(self) -> CurrentBatch | None:
-        """The current batch of `batches`, with its counts and the indices of this rank's samples; None outside."""
+        """The current batch of `batches`, with its counts and the indices of this rank's samples; None outside of
+        `batches`."""
         return self._updates.batch
 
     @property
     def epoch(self) -> int:
-        """The current epoch of `epochs`, or the one it will begin with; can be set.
+        """The current epoch of `epochs`, or the epoch at which it will begin. Can be set.
 
         Outside of `epochs`, each further pass of `batches` over the same data is the next epoch.
         """
@@ -84,7 +85,7 @@ class LoopCore:
 
     @property
     def next_batch(self) -> int:
-        """Index of the batch from which the next `batches` starts: 0, unless all ranks stopped within an epoch."""
+        """Index of the batch at which the next `batches` starts: 0, unless all ranks stopped within an epoch."""
         return self._parts.position.next_batch
 
     @next_batch.setter
@@ -93,9 +94,10 @@ class LoopCore:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates made by `step`, without skipped ones; one step of each of several optimizers is one update.
+        """Number of updates made by `step`, without skipped ones.
 
-        The first step after a batch begins an update, and so does each further step of an optimizer of that update.
+        If several optimizers each step once after a batch, this is one update. A second step of the same optimizer
+        begins the next update.
         """
         return self._parts.position.num_updates
 
@@ -111,7 +113,7 @@ class LoopCore:
 
     @property
     def stop_reasons(self) -> tuple[str, ...]:
-        """Reasons for the stop, of "asked", "time", "SIGINT", "SIGTERM" and "SIGUSR1"; empty while there is none."""
+        """Reasons for the stop: "asked", "time", "SIGINT", "SIGTERM" or "SIGUSR1". Empty if the ranks do not stop."""
         return self._parts.flags.reasons
 
     @property
@@ -126,7 +128,7 @@ class LoopCore:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Findings so far; each is reported once."""
+        """Findings so far, such as buffers that differ between ranks; each is reported once."""
         return self._parts.findings
 
     @findings.setter
@@ -134,9 +136,9 @@ class LoopCore:
         self._parts.findings = findings
 
     def start_at(self, epoch: int, *, next_batch: int = 0, num_updates: int = 0) -> None:
-        """Start at this position with the current state of all objects, e.g. from an earlier loop. Not collective.
+        """Start at this position with the current state of all objects. Not collective.
 
-        A checkpoint is then resumed only if it has more than `num_updates` updates.
+        Use it to continue an earlier loop. A checkpoint is then resumed only if it has more than `num_updates` updates.
         """
         self._parts.position.epoch, self._parts.position.next_batch, self._parts.position.num_updates = (
             epoch,
@@ -146,18 +148,18 @@ class LoopCore:
         self._checkpointer.first_update = num_updates
 
     def stop_by(self, signals: StopSignals) -> None:
-        """Let `signals`, which may already be entered, request stops; signals received before count too.
+        """Let `signals`, which may already be entered, request stops. Not collective.
 
-        Not collective.
+        Signals that `signals` received before this call count too.
         """
         self._parts.signals = signals
         signals.report_to(self._parts.flags.request)
 
     def stop(self, *, everywhere: bool = False) -> None:
-        """Request a stop of all ranks, from any of them: they stop after the same update or before the next epoch.
+        """Request a stop of all ranks: they stop after the same update, or before the next epoch. Not collective.
 
-        Not collective. The update depends on when the ranks exchange their flags: about every 0.1 s, at most 32 updates
-        later. `everywhere`: every rank calls this at the same point, for example after a given number of updates; all
+        Any rank may call it. Ranks exchange their requests about every 0.1 s, so they stop up to 32 updates later.
+        `everywhere`: True if every rank calls this at the same point, for example after a given number of updates; all
         ranks then stop after exactly this update.
         """
         if everywhere:
@@ -168,7 +170,7 @@ class LoopCore:
     def exchange_stop(self) -> bool:
         """Exchange stop requests now, after the step of an update. True if all ranks stop after it. Collective.
 
-        Requests by `stop` before this call, on any rank, then take effect after exactly this update.
+        A `stop` that any rank requested before this call takes effect after exactly this update.
         """
         self._updates.exchange()
         return self.should_stop
@@ -194,11 +196,11 @@ class LoopCore:
         return rank_zero_first(self.group)
 
     def loader(self, dataset: Any, **options: Any) -> MapLoader | StreamLoader | ShardLoader:
-        """Return a loader of this rank's samples of `dataset`, map-style, iterable or of shards; not collective.
+        """Return a loader of this rank's samples of `dataset`: map-style, iterable or of shards. Not collective.
 
-        `options`: `global_batch_size` (samples of all ranks) or `batch_size_per_rank`, `shuffle`, `drop_last`,
-        `batch_split`, `weights`, `num_workers` and others; see the table in docs/how_to/data.md. Raises DataError for
-        invalid and unknown options, and LoopError for a DataLoader.
+        `options`: the fields of `LoaderOptions`, such as `global_batch_size` (samples of all ranks) or
+        `batch_size_per_rank`, `shuffle` and `num_workers`. Raises DataError for invalid and unknown options, and
+        LoopError for a DataLoader.
         """
         if isinstance(dataset, DataLoader):
             raise LoopError(
@@ -213,11 +215,13 @@ class LoopCore:
         return make(dataset, **job)  # type: ignore[no-any-return]
 
     def prepare_data_loader(self, loader: DataLoader[Any], **options: Any) -> MapLoader | StreamLoader:
-        """Return this rank's loader for an existing DataLoader, with the batches of one process; not collective.
+        """Return this rank's loader for an existing DataLoader, with the batches of one process. Not collective.
 
-        Its `batch_size` counts the samples of all ranks, which is reported once; with `batch_size_per_rank=True`, those
-        of each rank. `options`: also `batch_split`, `seed`, `divides_itself` and `seed_samples`; see
-        docs/how_to/data.md. Raises DataError.
+        The DataLoader's `batch_size` is taken as the number of samples of all ranks, which is reported once. With
+        `batch_size_per_rank=True`, it is the number of samples of each rank.
+
+        `options`: also `batch_split`, `seed`, `divides_itself` and `seed_samples`; see `LoaderOptions`. Raises
+        DataError for invalid and unknown options.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "say": self._print_once, **self._with_seed(options)}
         return prepare_data_loader(loader, **job)
@@ -226,9 +230,9 @@ class LoopCore:
         return {**options, "seed": self.seed} if options.get("seed") is None else dict(options)
 
     def explain(self) -> Explanation:
-        """Report the options chosen by `prepare`, with their reasons and costs, and proposals. Collective.
+        """Report the options that `prepare` chose, with reasons and costs, and propose better ones. Collective.
 
-        The report uses what DDP has recorded on all ranks: after about ten updates it includes times, and proposals for
+        The report uses what DDP recorded on all ranks. After about ten updates it includes times, and proposals for
         `find_unused_parameters`, `static_graph` and the all-reduce. Proposals are not applied automatically: a branch
         may be taken later, or on one rank only. The result is the same on every rank; show it with
         `loop.print(loop.explain())`.
@@ -236,11 +240,11 @@ class LoopCore:
         return explain(self._parts.prepared, self.group, self._parts.next_group_size(), self._tracked.name_of)
 
     def profile(self) -> RunningProfile:
-        """Return a context manager that measures where the time of the updates in it goes. Collective on exit.
+        """Return a context manager that measures where the time of its updates goes. Collective on exit.
 
-        After the `with` block every rank has the profile of all ranks: ``loop.print(profile)`` shows it on rank 0,
-        ``profile.to_html(path)`` writes the report with its pictures. If a rank made fewer than 6 updates, both state
-        it instead, and ``profile.profile`` raises RecordError.
+        After the `with` block every rank has the profile of all ranks. ``loop.print(profile)`` shows it on rank 0, and
+        ``profile.to_html(path)`` writes a report with pictures. If a rank made fewer than 6 updates, the text and the
+        report note this, and ``profile.profile`` raises RecordError.
         """
         return RunningProfile(self.group, self._parts.prepared.ddp_models)
 
@@ -249,9 +253,9 @@ class LoopCore:
     ) -> torch.Tensor:
         """Reduce `value`, a number or a tensor of the same shape on all ranks, over all ranks. Collective.
 
-        "mean" weights each rank by `count`, which defaults to its number of samples in the current batch: the mean of
-        the ranks' local losses is then the mean over all samples. Outside of `batches` the default is 1, except for the
-        loss tensor that `backward` was last called with, whose batch still determines it.
+        "mean" weights each rank by `count`, by default its number of samples in the current batch. The mean of the
+        ranks' local losses is then the mean over all samples. Outside of `batches` the default is 1, except for the
+        loss tensor that was last passed to `backward`: it keeps the count of its batch.
         """
         self._parts.join()
         weight = self._updates.count_behind(value) if count is None else count
@@ -260,7 +264,7 @@ class LoopCore:
     def gather(self, data: Any) -> Any:
         """Return the rows of all ranks in rank order, on every rank, on the CPU. Collective.
 
-        `data`: tensors with any number of rows on each rank, tuples and dicts of them, or lists.
+        `data`: a tensor with any number of rows on each rank, a tuple or dict of such tensors, or a list.
         """
         self._parts.join()
         return gather_rows(data, self.group)
@@ -268,10 +272,10 @@ class LoopCore:
     def gather_batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows of all ranks, on every rank, and the index of this rank's first row. Collective.
 
-        For losses that compare the samples of a batch with each other: the gradients of all ranks' losses flow back to
-        the rank that each row comes from. `rows`: (n, ...) on the device, of any dtype, with any n on each rank,
-        including 0; returns (sum of n, ...) in rank order. The backward pass is collective as well. Raises LoopError on
-        all ranks if the shapes of a row or the dtypes differ.
+        Use it for losses that compare the samples of a batch with each other. In the backward pass, which is collective
+        as well, the gradients of all ranks' losses reach the rank of each row. `rows`: (n, ...) on the device, of any
+        dtype, with any n on each rank, including 0. Returns (sum of n, ...) in rank order. Raises LoopError on all
+        ranks if the shapes of a row or the dtypes differ.
         """
         self._parts.join()
         return gather_batch(rows, self.group)
@@ -285,18 +289,22 @@ class LoopCore:
     ) -> None:
         """Log `values` by name to the `loggers`, over all ranks. Call it on every rank.
 
-        In `batches` it is not collective, and does not wait for the device. A row has, after `log_every` updates, the
-        mean since the last row over all samples of all ranks: each value is this rank's mean of the batch, weighted by
-        its samples as in `reduce`, or (mean, count of what the mean is over). `reduce`: "sum", "min" or "max" over
-        batches and ranks, or "last", the latest value of rank 0, e.g. for a learning rate. `per_s`: amounts of this
-        batch on this rank, whose sum over all ranks is divided by the time: `{"tokens": n}` is logged as
-        "tokens_per_s". With `{"flops": n}` also "mfu", the share of the devices' peak, where it is known; see
-        `peak_flops`. Each row has "epoch", "update", "samples_per_s", "data_wait" (share of the time that the slowest
-        rank waited for data) and "memory_gib" (peak, on accelerators), without the time of evaluations.
+        In `batches` it is not collective, and does not wait for the device. After `log_every` updates, the values
+        become a row: the mean since the last row, over all samples of all ranks. Each row also has "epoch", "update",
+        "samples_per_s", "data_wait" (share of the time that the slowest rank waited for data) and "memory_gib" (peak,
+        on accelerators). Times of evaluations are not included.
 
-        Outside of `batches` the values become a row at once, and it is collective. Values without a count have to be
-        equal on all ranks, as those of `evaluate` are. Raises LoopError, on all ranks, if they are not, since a mean of
-        ranks' means would be wrong.
+        - `values`: this rank's mean of the batch, which is weighted by its number of samples, or (mean, number of items
+          in the mean).
+        - `reduce`: "sum", "min" or "max" over batches and ranks instead of "mean", or "last", the latest value of rank
+          0, for example for a learning rate.
+        - `per_s`: amounts in this batch on this rank. Their sum over all ranks is divided by the time: `{"tokens": n}`
+          is logged as "tokens_per_s". `{"flops": n}` also adds "mfu", the share of the devices' peak, if the peak is
+          known; see `peak_flops`.
+
+        Outside of `batches` it is collective, and the values become a row at once. Values without a count have to be
+        equal on all ranks, as those of `evaluate` are: a mean of ranks' means would be wrong, and LoopError is raised
+        on all ranks.
 
         A run that resumes continues the logs from the checkpoint, without duplicate rows. An exception of a logger is
         raised on all ranks, with the next row at the latest. Raises LoopError for a value that is not a number.
@@ -311,18 +319,18 @@ class LoopCore:
         self._parts.log.log_outside(values, reduce)
 
     def take_logged(self) -> dict[str, float]:
-        """Return what `log` was called with since the last call, over all ranks, with rates. Collective.
+        """Return what was passed to `log` since the last call, over all ranks, with rates. Collective.
 
-        For a loop without `loggers`; the values are the same on every rank.
+        Use it in a loop without `loggers`. The values are the same on every rank.
         """
         self._parts.join()
         return self._parts.log.take()
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak FLOP/s of this rank's device, for "mfu"; None: the dense 16-bit peak, if the device is known.
+        """Peak FLOP/s of this rank's device, for "mfu". Can be set.
 
-        Can be set.
+        None: the dense 16-bit peak of the device, if ddpilot knows the device.
         """
         return self._parts.log.peak_flops
 
@@ -331,15 +339,18 @@ class LoopCore:
         self._parts.log.peak_flops = peak
 
     def track(self, *, per_rank: bool = False, redistribute: Redistribute | None = None, **things: Any) -> None:
-        """Save and restore `things` with the checkpoints, each under its keyword's name; not collective.
+        """Save and restore `things` with the checkpoints, each under its keyword's name. Not collective.
 
         Accepts anything with `state_dict` and `load_state_dict` that is not passed to `prepare`, and prepared objects
         to name them: `loop.track(generator=gen)`. Only the state of rank 0 is saved.
 
-        `per_rank=True`: each rank saves and restores its own, such as the carried state of an RNN or a replay buffer;
-        every rank tracks the same names. Resuming at another number of ranks then raises MismatchedCheckpointError on
-        all ranks, unless `redistribute(states, rank, world_size)` returns the state of a rank from those of all ranks
-        before, in their order. Raises LoopError for other objects, and for models and optimizers with `per_rank`.
+        - `per_rank`: True if each rank saves and restores its own state, such as the carried state of an RNN or a
+          replay buffer. Every rank tracks the same names. Resuming at a different number of ranks then raises
+          MismatchedCheckpointError on all ranks, unless `redistribute` is given.
+        - `redistribute(states, rank, world_size)`: returns the state of `rank` from the saved states of all ranks, in
+          rank order.
+
+        Raises LoopError for other objects, and for models and optimizers with `per_rank`.
         """
         if redistribute is not None and not per_rank:
             found = "`redistribute` without `per_rank=True`"
@@ -354,29 +365,30 @@ class LoopCore:
         """Save a checkpoint; `metrics` are used to choose the best one. Collective: every rank calls it.
 
         Within `batches`, it is saved after the current update; in the rest of an epoch, with the checkpoint at the end
-        of the epoch; elsewhere at once, and it is on disk on return. Write errors are reported on stderr and do not
-        stop the training. Raises LoopError without a `checkpoint_dir`.
+        of the epoch. Elsewhere it is saved at once, and is on disk on return. Write errors are reported on stderr and
+        do not stop the training. Raises LoopError without a `checkpoint_dir`.
         """
         self._checkpointer.request(metrics, in_batch=self._updates.batch is not None)
 
     def resume(self, *, other_data: bool = False) -> bool:
         """Resume from the latest intact checkpoint. True if there is one. Collective.
 
-        `epochs` calls it automatically: call it to have the weights earlier. Restores everything that was prepared or
-        tracked, and the position in the data; rank 0 reports the position on stderr when training or an evaluation
-        begins. `other_data`: True accepts a dataset of a different length at the start of an epoch. Raises
-        CorruptCheckpointError if no checkpoint is intact, and MismatchedCheckpointError, on all ranks and without any
-        change, if it belongs to a different run.
+        `epochs` calls it automatically; call it to have the weights earlier. It restores everything that was prepared
+        or tracked, and the position in the data. Rank 0 reports the position on stderr when training or an evaluation
+        begins. `other_data`: True accepts a dataset of a different length at the start of an epoch.
+
+        Raises CorruptCheckpointError if no checkpoint is intact. Raises MismatchedCheckpointError, on all ranks and
+        without any change, if the checkpoint belongs to a different run.
         """
         is_resumed = self._checkpointer.resume(other_data=other_data)
         self._parts.averages.count_from(self.num_updates)
         return is_resumed
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
-        """Load weights only, from a file or a checkpoint directory, into `model`, on its own device. Collective.
+        """Load weights from a file or a checkpoint directory into `model`, on its own device. Collective.
 
-        `path`, `name`: as for `load_weights`. Raises its errors, on all ranks if one of them fails; no model is changed
-        then.
+        `path`, `name`: as for `load_weights`. If loading fails on one rank, the errors of `load_weights` are raised on
+        all ranks, and no model is changed.
         """
         self._checkpointer.wait()
         inner = getattr(model, "_orig_mod", model)

@@ -27,7 +27,7 @@ class LogStart:
 
 
 class Logger(ABC):
-    """Base class of loggers. Its methods are called on rank 0 only, in the order below.
+    """Base class of loggers. Its methods are called on rank 0 only, in the order `check`, `open`, `write`, `close`.
 
     A logger is pickled and sent to the ranks: open files and import libraries in `open`.
     """
@@ -41,9 +41,9 @@ class Logger(ABC):
 
     @abstractmethod
     def write(self, kind: str, row: Mapping[str, Any], update: int) -> None:
-        """Write a row of numbers, strings or lists by name, after so many updates.
+        """Write a row of numbers, strings or lists by name; `update` is the number of updates so far.
 
-        `kind`: "update", "epoch" (also values that are logged between passes) or "interval".
+        `kind`: "update", "epoch" (also for values that are logged between passes) or "interval".
         """
 
     def close(self, *, failed: bool = False) -> None:  # noqa: B027

@@ -55,8 +55,8 @@ class WandbLogger(Logger):
     """Log to Weights & Biases on rank 0, by update number.
 
     `options` are passed to `wandb.init`, such as `project="..."` or `mode="offline"`. A run that resumes from a
-    checkpoint continues the same W&B run; of updates that are repeated, W&B keeps the first values. Raises LoopError,
-    on all ranks, if wandb is not installed.
+    checkpoint continues the same W&B run; for repeated updates, W&B keeps the first values. Raises LoopError, on all
+    ranks, if wandb is not installed.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -98,10 +98,12 @@ class WandbLogger(Logger):
 class MLflowLogger(Logger):
     """Log to an MLflow run on rank 0, by update number.
 
-    `experiment`: its name; created if it does not exist. `run_name`, `params`: of the run. `tracking_uri`: the server
-    or store; None: MLflow's own setting. A run that resumes from a checkpoint continues the same MLflow run; of updates
-    that are repeated, the first values are kept. Raises LoopError, on all ranks, if mlflow is not installed, and what
-    MLflow raises.
+    - `experiment`: name of the experiment; created if it does not exist.
+    - `run_name`, `params`: name and parameters of the run.
+    - `tracking_uri`: the server or store; None: MLflow's own setting.
+
+    A run that resumes from a checkpoint continues the same MLflow run; for repeated updates, the first values are kept.
+    Raises LoopError, on all ranks, if mlflow is not installed, and the exceptions of MLflow.
     """
 
     def __init__(

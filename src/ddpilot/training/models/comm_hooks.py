@@ -24,18 +24,18 @@ Hook = Callable[[Any, Any], Any]
 class PowerSGD:
     """How `Loop.prepare(model, optimizer, comm=PowerSGD(rank=4))` compresses gradients. LoopError if invalid.
 
-    Each gradient of two or more dimensions is sent as two thin matrices. What is lost is added to the next update's
-    gradient (error feedback), which each rank keeps for itself, also in checkpoints.
+    Each gradient of two or more dimensions is sent as two thin matrices. The error of this approximation is added to
+    the gradient of the next update (error feedback). Each rank keeps its own error, also in checkpoints.
     """
 
     rank: int = 1
-    """Columns of the matrices that are sent: the larger, the closer to the gradient and the more bytes."""
+    """Number of columns of the matrices that are sent. More columns are closer to the gradient, and take more bytes."""
     start: int = 1_000
-    """Number of updates with all-reduced gradients before, at least 2; torch proposes 10 % of the training."""
+    """Number of updates with all-reduced gradients before compression, at least 2; torch suggests 10 % of all."""
     min_compression_rate: float = 2.0
-    """Gradients that become less than this many times smaller are all-reduced as they are."""
+    """Gradients that compression would not make this many times smaller are all-reduced unchanged."""
     error_feedback: bool = True
-    """False: what is lost is not kept, which saves the memory of one set of gradients and costs accuracy."""
+    """False: the error is dropped, which saves the memory of one set of gradients and costs accuracy."""
     epsilon: float = 1e-8
     """Added to the length of a column, so that gradients of zeros remain zeros; torch's own default is 0."""
     seed: int = 0

@@ -76,8 +76,8 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, `torch.compile(ddp)` or `AveragedModel(ddp)`; else `model` itself. Not collective.
 
-    It has the same weights and runs no collectives. Use it for a forward pass whose gradients are not to be
-    all-reduced, for methods other than `forward`, and to change the model before it is prepared again.
+    The returned model has the same weights and runs no collectives. Use it for a forward pass whose gradients must not
+    be all-reduced, for methods other than `forward`, and to change the model before it is prepared again.
     """
     if isinstance(model, DistributedDataParallel):
         return unwrap(model.module)

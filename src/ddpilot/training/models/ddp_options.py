@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 class DDPOptions:
     """Options of `Loop.prepare` for DistributedDataParallel, and of `Trainer.fit` as `ddp=`.
 
-    Raises LoopError for arguments that DDP does not have and for an unknown `comm` or `shard`.
+    Raises LoopError for arguments that DDP does not have, and for an unknown `comm` or `shard`.
     """
 
     find_unused_parameters: bool | None = None
@@ -55,15 +55,17 @@ class DDPOptions:
     forward_sync_buffers: bool = False
     """True if rank 0 broadcasts its buffers in the first forward pass after each update, which is DDP's default."""
     comm: Comm | None = None
-    """"bf16" or "fp16": the dtype in which gradients are all-reduced; None: their own. "powersgd", or a `PowerSGD`:
-    thin matrices instead. Or a communication hook of DDP, or (state, hook)."""
+    """How gradients are all-reduced. "bf16" or "fp16": in this dtype; None: in their own. "powersgd", or a `PowerSGD`:
+    as thin matrices. Or a communication hook of DDP, or (state, hook)."""
     sync_every: int | None = None
-    """Local SGD: gradients are not all-reduced, and the weights are averaged over ranks every so many updates."""
+    """Local SGD: number of updates between two averages of the weights over ranks; gradients are not all-reduced. None:
+    off."""
     sync_start: int = 0
-    """Number of updates with all-reduced gradients before the first local one."""
+    """With `sync_every`: number of updates with all-reduced gradients before local SGD begins."""
     shard: Literal["optimizer", "parameters"] | ParameterSharding | None = None
-    """"optimizer": each rank keeps the optimizer state of its share of the parameters (ZeroRedundancyOptimizer).
-    "parameters", or a `ParameterSharding`: a shard of parameters, gradients and state (FSDP2, without DDP)."""
+    """"optimizer": each rank keeps the optimizer state of a share of the parameters (ZeroRedundancyOptimizer).
+    "parameters", or a `ParameterSharding`: each rank keeps a shard of parameters, gradients and optimizer state (FSDP2,
+    without DDP)."""
     sync_batch_norm: bool = False
     """True if BatchNorm computes its statistics over all ranks; on GPUs only."""
     compile: bool | Mapping[str, Any] = False

@@ -34,13 +34,13 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def full_state(thing: Optimizer | nn.Module) -> dict[str, Any]:
-    """Return the unsharded `state_dict()` of an optimizer, complete on rank 0. Collective if it is sharded.
+    """Return the unsharded `state_dict()` of an optimizer or model, complete on rank 0. Collective if it is sharded.
 
-    Also of a model, without DDP, whose parameters may be sharded; the other ranks then get {}. A model prepared with
+    On the other ranks, a sharded model gives {}, and a sharded optimizer its groups without state. Unsharded ones give
+    the same on every rank. The state_dict of a DDP model is that of the module inside. A model prepared with
     `sync_every` is averaged first, which is collective.
 
-    The other ranks get the same groups and, for a sharded optimizer, no state. Tensors from other ranks are on the CPU;
-    a rank's own tensors are not copied: the next update changes them.
+    Tensors from other ranks are on the CPU. A rank's own tensors are not copied: the next update changes them.
     """
     if isinstance(thing, nn.Module):
         return strategy_of(thing).weights(
@@ -53,11 +53,12 @@ def full_state(thing: Optimizer | nn.Module) -> dict[str, Any]:
 
 
 def load_full_state(thing: Optimizer | nn.Module, state: Mapping[str, Any]) -> None:
-    """Load the result of `full_state` from rank 0, at any world_size, sharded or not. Not collective.
+    """Load the result of `full_state` into an optimizer or model, at any world_size, sharded or not. Not collective.
 
-    Every rank passes the full state; a sharded optimizer loads the part of its own parameters. As with torch's
-    `load_state_dict`, tensors of the right dtype and device are not copied. Raises MismatchedCheckpointError if the
-    parameter groups do not match; the optimizer is left unchanged.
+    Every rank passes the complete state, which `full_state` of sharded objects returns on rank 0 only: send it to the
+    other ranks first. A sharded optimizer or model loads its own part. As with torch's `load_state_dict`, an
+    optimizer's tensors of the right dtype and device are not copied. Raises MismatchedCheckpointError if the parameter
+    groups of an optimizer do not match; it is then unchanged.
     """
     if isinstance(thing, nn.Module):
         strategy_of(thing).load_weights(state)

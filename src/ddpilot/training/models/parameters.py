@@ -65,20 +65,21 @@ def freeze(model: nn.Module, *patterns: str) -> list[str]:
     """Freeze the parameters that match one of `patterns` and return their names. Not collective: call it on every rank.
 
     A pattern is the name of a parameter or of a layer ("encoder": everything inside), with shell wildcards
-    ("blocks.[0-3]", "*.bias"); without patterns: every parameter. Their gradients are set to None, so an optimizer that
-    holds them does not change them, not even by weight decay. A frozen BatchNorm still updates its statistics in
-    `train()`.
+    ("blocks.[0-3]", "*.bias"). Without patterns, every parameter is frozen. Gradients of frozen parameters are set to
+    None, so an optimizer that holds such parameters does not change them, not even by weight decay. A frozen BatchNorm
+    still updates its statistics in `train()`.
 
-    Call it before `prepare`, so that DDP leaves them out. Later, call `freeze(ddpilot.unwrap(model), ...)` and then
-    `model = loop.prepare(ddpilot.unwrap(model))`.
+    Call it before `prepare`, so that DDP leaves the frozen parameters out. Later, call `freeze(ddpilot.unwrap(model),
+    ...)` and then `model = loop.prepare(ddpilot.unwrap(model))`.
 
-    Raises LoopError, without any change, for a pattern without matches, with similar names, and for a DDP model.
+    Raises LoopError, without any change, for a DDP model, and for a pattern without matches; the message has similar
+    names.
     """
     return _set(model, patterns, trained=False)
 
 
 def unfreeze(model: nn.Module, *patterns: str) -> list[str]:
-    """Unfreeze the parameters that match one of `patterns` and return their names. See `freeze`."""
+    """Unfreeze the parameters that match one of `patterns` and return their names. Not collective. See `freeze`."""
     return _set(model, patterns, trained=True)
 
 

@@ -28,7 +28,7 @@ _DID = 'preparing a model with `shard="parameters"`'
 class ParameterSharding:
     """How `Loop.prepare(model, optimizer, shard=ParameterSharding(...))` shards parameters. LoopError if invalid.
 
-    The layers that are chosen are gathered one after the other; the rest of the model is gathered as a whole.
+    The chosen layers are gathered one at a time; the rest of the model is gathered as a whole.
     """
 
     layers: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
@@ -36,9 +36,8 @@ class ParameterSharding:
     min_parameters: int = 1_000_000
     """Without `layers`: the smallest layers with at least this many parameters are gathered one at a time."""
     reshard_after_forward: bool = True
-    """True if a layer is gathered again for the backward pass; False takes more memory and less communication.
-
-    The rest of the model, with which that pass begins, is gathered once."""
+    """True: a layer is gathered again for the backward pass. False: it stays gathered, which takes more memory and less
+    communication. The rest of the model, with which the backward pass begins, is gathered once."""
     param_dtype: torch.dtype | None = None
     """The dtype in which layers are gathered and run, such as torch.bfloat16; None: their own."""
     reduce_dtype: torch.dtype | None = None

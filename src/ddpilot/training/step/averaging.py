@@ -24,15 +24,15 @@ class Averaging:
     """How weights are averaged during training. Raises LoopError for invalid values."""
 
     decay: float | None = None
-    """Of an exponential moving average (EMA), such as 0.999; None: all averaged weights count the same (SWA)."""
+    """Decay of an exponential moving average (EMA), such as 0.999; None: all averaged weights count the same (SWA)."""
     start: int | str | None = None
-    """"75 epochs" or "1000 updates" (an int counts updates): nothing is averaged before these are complete; until then
-    the average is the model. None: from the first update or epoch that `every` is due."""
+    """"75 epochs" or "1000 updates" (an int counts updates): until then, the average is the model. None: averaging
+    starts with the first update or epoch at which `every` is due."""
     every: int | str = 1
     """"1 epoch" or "100 updates" (an int counts updates) between averaged weights, counted over the whole training."""
     batch_norm_batches: int | None = None
-    """For `Trainer`, at the end of a fit with SWA: the largest number of training batches for the BatchNorm statistics
-    of the average; None: one epoch; 0: do not compute them."""
+    """For `Trainer`, at the end of a fit with SWA: maximum number of training batches for the BatchNorm statistics of
+    the average. None: one epoch; 0: statistics are not computed."""
 
     def __post_init__(self) -> None:
         if self.decay is not None and not 0 < self.decay < 1:
@@ -45,7 +45,7 @@ class Averaging:
             raise LoopError(_DID, found=found, fix="Give a number of batches, or None for one epoch.")
 
     def read(self) -> tuple[Interval | None, Interval]:
-        """Return `start` and `every` as intervals."""
+        """Return `start` and `every` as intervals; `start` is None if it is not given."""
         start = None if self.start in (None, 0) else Interval.parse(self.start, did=_DID, name="start")
         return start, Interval.parse(self.every, did=_DID, name="every")
 
