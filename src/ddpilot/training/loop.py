@@ -143,9 +143,10 @@ class Loop(LoopCore):
         """Move models to the device and, with several ranks, wrap them in DDP; return all objects in order. Collective.
 
         `things`: models, optimizers, and objects to save with them: schedulers, an `AveragedModel`, anything with
-        `state_dict` and `load_state_dict`; one object is returned alone, several as a tuple. Weights and buffers are
-        broadcast from rank 0. A returned model has the methods of the original, which run as forward passes of DDP.
-        `explain` reports the chosen options and their reasons.
+        `state_dict` and `load_state_dict`; one object is returned alone, several as a tuple. Weights, buffers and,
+        unlike with DDP alone, the state and options of optimizers that have stepped are broadcast from rank 0. A
+        returned model has the methods of the original, which run as forward passes of DDP. `explain` reports the chosen
+        options and their reasons.
 
         `comm`: "bf16" or "fp16": all-reduce gradients in 16 bits; "powersgd" or a `PowerSGD`: as thin matrices, with
         error feedback; or a communication hook of DDP, or (state, hook). `sync_every`: local SGD: do not all-reduce
