@@ -116,6 +116,11 @@ class Loop(LoopCore):
         note_failures(parts.count_updates)
         seed_all(seed)
 
+    def __repr__(self) -> str:
+        position, group = self._parts.position, self.group
+        where = f"rank {group.rank} of {group.world_size} on {group.device}"
+        return f"Loop({where}; epoch {position.epoch}, {position.num_updates} updates)"
+
     def trial(self) -> Loop:
         """Return a new loop with the same seed, `accumulate`, precision and group, to try something on copies.
 
