@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
 NAME = "ddpilot_watch.pth"
-LINE = "import os; os.environ.get('DDPILOT_WATCH') == '1' and __import__('ddpilot.watch.at_startup')\n"
+LINE = "import os; os.environ.get('DDPILOT_WATCH', '0') not in '0' and __import__('ddpilot.watch.at_startup')\n"
 
 
 class BuildPy(build_py):

@@ -377,6 +377,16 @@ def test_compatibility_has_three_states_and_dates() -> None:
     assert "| Linux x86-64, 2 x H100 | 3.12 | 2.15 | nccl | by hand | 2030-01-02 | 30 ok, 0 failed, 4 not" in shown
 
 
+def test_pages_claim_the_releases_of_torch_that_have_been_run() -> None:
+    """From the lowest that the package allows to the newest in docs/compatibility.json."""
+    rows = json.loads((ROOT / "docs" / "compatibility.json").read_text())["rows"]
+    releases = [f"2.{minor}" for row in rows for minor in re.findall(r"\b2\.(\d+)", row.get("torch", ""))]
+    newest = max(releases, key=lambda text: int(text[2:]))
+    for page in ("install.md", "compatibility.md"):
+        assert f"torch 2.6 to {newest} have been run" in (ROOT / "docs" / page).read_text()
+    assert '"torch>=2.6"' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_a_report_of_gpu_check_becomes_a_row(tmp_path: Path) -> None:
     """Date, devices, versions and what failed by name; a report without devices is refused."""
     gpus = load_script("render_gpus")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
 from ddpilot.errors import DdpilotError, did_you_mean
+from ddpilot.launching.options import OTHER_NAMES
 from ddpilot.watch.options import Action
 
 
@@ -54,8 +55,15 @@ class OptionParser(argparse.ArgumentParser):
 
     def suggest(self, word: str) -> str:
         """Return a suggestion for a word that is not an option, or ""."""
-        hint = self._hint(word) if self._hint is not None else ""
-        return hint or did_you_mean(word.partition("=")[0], self.flags)
+        if self._hint is not None and (hint := self._hint(word)):
+            return hint
+        typed = word.partition("=")[0]
+        meant = OTHER_NAMES.get(typed.lstrip("-").replace("-", "_"))
+        flags = [action.option_strings[-1] for action in self._actions if action.dest == meant]
+        return did_you_mean(flags[0] if flags else typed, self.flags, show=self._show)
+
+    def _show(self, flag: str) -> str:
+        return f"`{'/'.join(self._option_string_actions[flag].option_strings)}`"
 
     def refuse(self, argument: str | None, message: str) -> DdpilotError:
         """Return the error for `message` of argparse about `argument`, such as "-n/--nproc-per-node"."""

@@ -62,7 +62,8 @@ def test_cell_runs_on_the_ranks_that_were_asked_for(kernel: Kernel) -> None:
     assert ".py" not in alone.stderr  # of torch or ddpilot
     wrong = kernel.run("%%ddp --ranks 0,7\n1")
     assert wrong.error == (
-        "LaunchError: running a cell: rank 7, and the ranks are 0 to 1. Give numbers of ranks, such as [0]"
+        "UsageError: running a cell on the ranks: `--ranks 7`, and the ranks are 0 to 1. Give ranks that exist, as in "
+        "`--ranks 1`"
     )
 
 

@@ -106,3 +106,4 @@ def test_did_you_mean_names_the_nearest() -> None:
     for name in ("tiem", "tme", "timee", "tome"):  # one slip, whatever the cutoff
         assert did_you_mean(name, ["time", "nodes"], cutoff=0.9) == "Did you mean `time`?"
     assert did_you_mean("batch_size", ["batch_split", "global_batch_size"]) == "Did you mean `global_batch_size`?"
+    assert did_you_mean("--log", ["--lag-s", "--log-folder"]) == "Did you mean `--log-folder`?"  # as begun

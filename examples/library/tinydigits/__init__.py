@@ -51,12 +51,13 @@ class Classifier:
         self, rows: torch.Tensor, labels: torch.Tensor, *, devices: int | str = "auto", settings: Settings | None = None
     ) -> History:
         """Fit `rows` (B, F) to `labels` (B) on `devices` ranks ("auto": one for each GPU, else one), in place."""
+        wanted = num_ranks(devices)
         # Notebook-safe: what travels to the ranks is the plain network, and what comes back is its state.
         arguments = (self.net.cpu(), rows.cpu(), labels.cpu(), settings or Settings())
         if ddpilot.topology().is_distributed:  # torchrun, srun or a session has started the ranks
             history, state = fit(*arguments)
         else:
-            history, state = ddpilot.launch(fit, *arguments, nproc_per_node=devices)[0]
+            history, state = ddpilot.launch(fit, *arguments, nproc_per_node=wanted)[0]
         self.net.load_state_dict(state)
         return history
 
@@ -76,6 +77,18 @@ class Classifier:
         program = torch.export.export(net, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
         torch.export.save(program, path)
         return Path(path)
+
+
+def num_ranks(devices: int | str) -> int | str:
+    """The ranks that `devices` asks for, or "auto". Raises ValueError if a launcher has started a different number."""
+    wanted = "auto" if devices in ("auto", -1) else int(devices) if str(devices).isdecimal() else 0
+    if wanted == 0:
+        raise ValueError(f"devices={devices!r}: give a number of devices, or 'auto'")
+    topology = ddpilot.topology()
+    if topology.is_distributed and wanted not in ("auto", topology.local_world_size):
+        found = topology.local_world_size
+        raise ValueError(f"devices={devices!r}, and {topology.environment} has started {found} ranks on this machine")
+    return wanted
 
 
 def fit(

@@ -50,6 +50,9 @@ class CollectiveCheckpoints:
         self._writing: Future[None] | None = None
         self._can_share: bool | None = None
 
+    def __repr__(self) -> str:
+        return f"CollectiveCheckpoints({self.folder.where!r})"
+
     def check_writable(self) -> None:
         """Raise CheckpointError on every rank if rank 0 cannot write to the directory. Collective."""
         self._on_rank_zero(self.folder.check_writable)

@@ -121,6 +121,9 @@ class CheckpointDir:
         self._is_saved = True  # the last save succeeded, or there was none
         self._writer: Writer | None = None
 
+    def __repr__(self) -> str:
+        return f"CheckpointDir({self.where!r}, keep={self._keep})"
+
     @property
     def where(self) -> str:
         """The URL, or the local directory, for messages."""

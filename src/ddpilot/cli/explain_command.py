@@ -11,7 +11,7 @@ from contextlib import suppress
 from ddpilot._project import page_url
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry
-from ddpilot.findings.page import render_page
+from ddpilot.findings.page import WATCHED_TORCHRUN, render_page
 
 _WRONG = (401, 406, 320, 324, 321, 405, 414, 408, 407)
 _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
@@ -95,7 +95,17 @@ def explain(words: str, *, color: bool = False) -> str:
             fix="Give the line that names the error, as it was printed; `ddpilot explain` lists all pages",
         )
     more = f"\nAlso possible: {', '.join(f'{entry.code} {entry.name}' for entry in known[1:])}\n" if known[1:] else ""
-    return _page(known[0], color=color) + more
+    return _page(known[0], color=color) + more + _next_step(known[0])
+
+
+def _next_step(entry: Entry) -> str:
+    """What to run with only a message: the page does not say which rank and line caused it."""
+    if "watch" not in entry.found_by:
+        return ""
+    return (
+        "\nThe message alone does not name the rank and the line that caused it. Start the job again with one of "
+        f"these, which do:\n\n    {WATCHED_TORCHRUN}\n    ddpilot run --nproc-per-node 2 train.py\n"
+    )
 
 
 def _page(entry: Entry, *, color: bool) -> str:

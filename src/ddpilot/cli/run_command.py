@@ -238,9 +238,7 @@ class RunParser(OptionParser):
         if name in _REFUSED:
             fix = _REFUSED[name][0].upper() + _REFUSED[name][1:]
             return LaunchError(_DID, found=f"{words[0]} is not supported", fix=fix)
-        longer = [flag for flag in self.flags if flag.startswith(f"--{name}")]
         guess = did_you_mean(f"--{name}", self.flags, show="{}".format, cutoff=0.8)
-        guess = guess or (f"Did you mean {longer[0]}?" if longer else "")
         return LaunchError(_DID, found=f"{words[0]} is not an option of `ddpilot run`", fix=f"{guess} {advice}".strip())
 
 

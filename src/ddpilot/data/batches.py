@@ -43,6 +43,16 @@ class LocalBatch:
     between ranks. None otherwise, and without `seed_samples`, when samples may differ."""
 
 
+def render_loader(loader: Any) -> str:
+    """Return the `repr` of a loader of this package: its class, its dataset and its batches. Reads no sample."""
+    try:
+        num = f"{len(loader):,}"
+    except TypeError:  # the length of a stream is unknown
+        num = "unknown number of"
+    batches = f"{num} batches of {loader.plan.global_batch_size:,} samples"
+    return f"{type(loader).__name__}({type(loader.dataset).__name__}, {batches}, this is rank {loader.rank})"
+
+
 BatchObserver = Callable[[LocalBatch, int, int], object]
 observers: list[BatchObserver] = []
 """Called with each batch that a loop of this process reads, and when reading it began and ended, in ns on

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpilot.data.batches import LocalBatch
+from ddpilot.data.batches import LocalBatch, render_loader
 from ddpilot.data.dataloader_spec import BatchSamplerOrder
 from ddpilot.data.global_batches import Epoch, Plan
 from ddpilot.data.options import Collate
@@ -43,6 +43,9 @@ class MapLoader:
         self._reader = PieceReader(dataset, collate, plan.seed, seed_samples)
         self._workers = Workers(self._reader, rank, options)
         self._epoch: tuple[int, Epoch] | None = None
+
+    def __repr__(self) -> str:
+        return render_loader(self)
 
     def __len__(self) -> int:
         return self.plan.num_batches

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddpilot.data.batches import LocalBatch, SampleDigest, digest_sample
+from ddpilot.data.batches import LocalBatch, SampleDigest, digest_sample, render_loader
 from ddpilot.data.global_batches import Division, digest
 from ddpilot.data.nested import without_rows
 from ddpilot.data.options import Collate
@@ -218,6 +218,9 @@ class StreamLoader:
         compared = seed_samples and plan.world_size > 1 and not plan.divides_itself
         reader = StreamReader(dataset, plan, rank=rank, collate=collate, seeded=seeded, compared=compared)
         self._workers = Workers(reader, rank, options)
+
+    def __repr__(self) -> str:
+        return render_loader(self)
 
     def __len__(self) -> int:
         if self.plan.divides_itself or not hasattr(self.dataset, "__len__"):

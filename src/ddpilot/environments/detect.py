@@ -10,14 +10,8 @@ from ddpilot.environments.mpi import check_agreement, detect_mpi, find_family, i
 from ddpilot.environments.slurm import detect_slurm
 from ddpilot.environments.topology import Topology, alone
 from ddpilot.environments.torchrun import detect_torchrun, is_complete, refuse_partial
-from ddpilot.environments.variables import Environ, quote, read_int, read_text
+from ddpilot.environments.variables import Environ, quote, read_int, read_switch, read_text
 from ddpilot.errors import TopologyError
-
-_SWITCH: dict[str, bool | None] = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-    "auto": None,
-}
 
 
 def detect_topology(environ: Mapping[str, str], *, distributed: bool | None = None) -> Topology:
@@ -32,7 +26,7 @@ def detect_topology(environ: Mapping[str, str], *, distributed: bool | None = No
     Raises `TopologyError`, naming the variable, if one is missing or two contradict each other.
     """
     origin = "distributed" if distributed is not None else "DDPILOT_DISTRIBUTED"
-    wanted = distributed if distributed is not None else parse_switch(environ.get("DDPILOT_DISTRIBUTED", ""))
+    wanted = distributed if distributed is not None else _read_wanted(environ)
     given = f"{origin}={distributed if distributed is not None else environ.get(origin)}"
     if wanted is False:
         return alone(f"Alone because {given}")
@@ -47,17 +41,12 @@ def detect_topology(environ: Mapping[str, str], *, distributed: bool | None = No
     return topology
 
 
-def parse_switch(text: str) -> bool | None:
-    """Parse `DDPILOT_DISTRIBUTED`: True, False, or None for auto or empty. Raises `TopologyError` for other values."""
-    word = text.strip().lower()
-    if word and word not in _SWITCH:
-        raise TopologyError(
-            "reading DDPILOT_DISTRIBUTED",
-            variable="DDPILOT_DISTRIBUTED",
-            found=f"DDPILOT_DISTRIBUTED={text!r}",
-            fix="Set it to 1 (must be distributed), 0 (alone) or auto, or unset it",
-        )
-    return _SWITCH[word] if word else None
+def _read_wanted(environ: Mapping[str, str]) -> bool | None:
+    """Return the value of `DDPILOT_DISTRIBUTED`; None for auto or empty. Raises `TopologyError` for other values."""
+    if environ.get("DDPILOT_DISTRIBUTED", "").strip().lower() == "auto":
+        return None
+    fix = "Set it to 1 (must be distributed), 0 (alone) or auto, or unset it"
+    return read_switch(environ, "DDPILOT_DISTRIBUTED", fix)
 
 
 def _find(environ: Environ) -> Topology:

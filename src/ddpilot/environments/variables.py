@@ -25,6 +25,20 @@ def read_text(environ: Environ, *names: str) -> str | None:
     return None
 
 
+_SWITCH = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+
+
+def read_switch(environ: Environ, name: str, fix: str = "Set it to 1 or 0, or unset it") -> bool | None:
+    """Value of the switch `name`: True for 1, true, yes or on, False for 0, false, no or off, None if it is not set.
+
+    Raises `TopologyError`, naming the variable, for any other value.
+    """
+    word = environ.get(name, "").strip()
+    if word and word.lower() not in _SWITCH:
+        raise TopologyError(f"reading {name}", variable=name, found=f"{name}={word!r}", fix=fix)
+    return _SWITCH[word.lower()] if word else None
+
+
 def read_int(environ: Environ, *names: str, minimum: int = 0) -> int | None:
     """Value of the first of `names` that is set, as an integer of at least `minimum`; None if none is set.
 

@@ -16,11 +16,14 @@ NAMES = (
 )
 """What the names in the code of a page mean, if the code does not say it."""
 
+WATCHED_TORCHRUN = "DDPILOT_WATCH=1 torchrun --nproc-per-node 2 train.py"
+"""How to start a script so that its ranks are watched, as an example."""
+
 _HOW = {
-    "watch": """Start the job as before, with one variable set. ddpilot prints the ranks, the line and the fix:
+    "watch": f"""Start the job as before, with one variable set. ddpilot prints the ranks, the line and the fix:
 
 ```console
-$ DDPILOT_WATCH=1 torchrun --nproc-per-node 2 train.py
+$ {WATCHED_TORCHRUN}
 ```
 
 The variable also works with `srun` and `mpirun`, and needs no change of the script. Jobs that `ddpilot run`,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from ddpilot.environments.variables import read_switch
+from ddpilot.errors import TopologyError
 from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.hook import RING_DIR_VARIABLE, RankStart, journal_path
 
@@ -17,23 +19,32 @@ if TYPE_CHECKING:
     from ddpilot.guard.probe import Probe
 
 GUARD_VARIABLE = "DDPILOT_GUARD"
-"""``0`` disables guard in a rank whose collectives are recorded."""
+"""Switch: if it is off, guard is disabled in a rank whose collectives are recorded."""
 
 
 def start(rank_start: RankStart) -> None:
     """Note what training does on this rank until it exits, in the folder of `RING_DIR_VARIABLE`.
 
-    Does nothing without that variable, or if `GUARD_VARIABLE` is ``0``. Errors are reported in one line on stderr, and
-    the rank continues.
+    Does nothing without that variable, or if the switch `GUARD_VARIABLE` is off. Errors are reported in one line on
+    stderr, and the rank continues; a value of the switch that is not understood is reported by rank 0 and ignored.
     """
     folder = rank_start.environ.get(RING_DIR_VARIABLE)
-    if not folder or rank_start.environ.get(GUARD_VARIABLE) == "0":
+    if not folder or not _is_on(rank_start):
         return
     try:
         stop = install(journal_path(folder, rank_start.rank), rank=rank_start.rank, probes=GUARD_PROBES)
         atexit.register(stop)
     except Exception as error:  # noqa: BLE001 - reported, and must never stop training
         _print_line(rank_start.rank, f"training is not guarded: {error}")
+
+
+def _is_on(rank_start: RankStart) -> bool:
+    try:
+        return read_switch(rank_start.environ, GUARD_VARIABLE) is not False
+    except TopologyError as error:
+        if rank_start.rank == 0:
+            _print_line(0, f"training is guarded: {error}")
+        return True
 
 
 def install(

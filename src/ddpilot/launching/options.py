@@ -109,9 +109,9 @@ class LaunchOptions:
 
 _T = TypeVar("_T")
 
-_OTHER_NAMES = {
+OTHER_NAMES = {
     **dict.fromkeys(("ranks", "n", "np", "nproc", "nprocs", "num_ranks", "num_procs"), "nproc_per_node"),
-    **dict.fromkeys(("world_size", "devices", "num_devices", "num_gpus", "num_processes"), "nproc_per_node"),
+    **dict.fromkeys(("world_size", "devices", "num_devices", "num_gpus", "ngpus", "num_processes"), "nproc_per_node"),
     **dict.fromkeys(("timeout", "limit_s"), "timeout_s"),
     "gpu": "gpus",
     "app": "apps",
@@ -139,7 +139,7 @@ SURE = 0.8
 def option_meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The name in `known` that `name` most likely means, or "" if none is similar. `cutoff`: similarity, 0 to 1."""
     known = list(known)
-    other = _OTHER_NAMES.get(name, "")
+    other = OTHER_NAMES.get(name, "")
     return other if other in known else next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
 
 

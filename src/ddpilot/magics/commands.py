@@ -109,7 +109,7 @@ def _follow(session: Session) -> None:
 
 
 def _restart(shell_session: ShellSession, given: Arguments) -> None:
-    session = shell_session.require("restarting ranks")
+    session = shell_session.require("restarting ranks", given.get("ranks"), "%ddp restart")
     ranks = given.get("ranks") or list(range(session.world_size))
     with briefly():
         session.restart(ranks)
@@ -127,8 +127,9 @@ def _auto(shell_session: ShellSession, given: Arguments) -> None:
 
 
 def _stacks(shell_session: ShellSession, given: Arguments) -> None:
-    session = shell_session.require("reading stacks")
-    for rank, stack in sorted(session.stacks(given.get("ranks") or None).items()):
+    ranks = given.get("ranks") or None
+    session = shell_session.require("reading stacks", ranks, "%ddp stacks")
+    for rank, stack in sorted(session.stacks(ranks).items()):
         lines = stack.rstrip().split("\n")
         shell_session.write("".join(f"[rank {rank}] {line}\n" for line in lines))
 

@@ -124,7 +124,7 @@ def run_cell(shell_session: ShellSession, line: str, cell: str) -> Any:
 
 def run_on_ranks(shell_session: ShellSession, code: str, chosen: dict[str, Any]) -> Profile | None:
     """Run `code`, whose lines are numbered as in the notebook's cell, on the ranks. Return its profile."""
-    session = shell_session.require("running a cell on the ranks")
+    session = shell_session.require("running a cell on the ranks", chosen.get("ranks"), "--ranks")
     name: str | None = chosen.get("profile")
     with briefly():
         result = session.execute(

@@ -29,7 +29,8 @@ _MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
 
 def push_values(shell_session: ShellSession, given: Mapping[str, Any]) -> None:
     """Copy variables of the notebook to ranks."""
-    session, names, here = shell_session.require("pushing"), given["names"], given[SCOPE]
+    session = shell_session.require("pushing", given.get("ranks"), "--ranks")
+    names, here = given["names"], given[SCOPE]
     for name in names:
         if name not in here:
             raise MagicUsageError(
@@ -46,7 +47,8 @@ def pull_values(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
 
     In an expression, such as `x = %ddp pull y`, return the values (one value, or a tuple) and set no variables.
     """
-    session, names = shell_session.require("pulling"), given["names"]
+    rank, names = None if given.get("all") else given.get("rank", 0), given["names"]
+    session = shell_session.require("pulling", None if rank is None else [rank], "--rank")
     other, is_returned = given.get("other"), given.get("is_returned", False)
     if (other is not None or is_returned) and len(names) > 1 and _is_expression(" ".join(names)):
         names = [" ".join(names)]  # one expression that contains spaces
@@ -54,7 +56,6 @@ def pull_values(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
         _check_other(other, names, is_returned)
     elif not is_returned:
         _check_names_to_set(names)
-    rank = None if given.get("all") else given.get("rank", 0)
     source = "all ranks, by rank" if rank is None else render_ranks([rank])
     with briefly():
         pulled = session.pull(names, rank=rank)

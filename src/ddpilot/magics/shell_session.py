@@ -8,7 +8,7 @@ import functools
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, WatchError
@@ -46,11 +46,18 @@ class ShellSession:
             self._session = None
         return self._session
 
-    def require(self, did: str) -> Session:
-        """Return the session. Raises MagicUsageError if none is running."""
+    def require(self, did: str, ranks: Sequence[int] | None = None, typed: str = "") -> Session:
+        """Return the session. Raises MagicUsageError if none is running, or if it does not have one of `ranks`.
+
+        `typed`: the words in front of ranks on the line, such as "--ranks".
+        """
         session = self.session
         if session is None:
             raise MagicUsageError(did, found="no ranks are running", fix="Type `%ddp start -n 2` first, for two ranks")
+        last = session.world_size - 1
+        if missing := [rank for rank in ranks or () if rank > last]:
+            found = f"`{typed} {missing[0]}`, and the ranks are 0 to {last}"
+            raise MagicUsageError(did, found=found, fix=f"Give ranks that exist, as in `{typed} {last}`")
         return session
 
     def start(self, arguments: dict[str, Any]) -> Session:

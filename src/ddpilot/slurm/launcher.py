@@ -65,6 +65,9 @@ class SlurmLauncher:
         interpreter = given.python if has_python or given.container_image else sys.executable
         self.options: JobOptions = replace(given, launcher="python", python=interpreter)
 
+    def __repr__(self) -> str:
+        return f"SlurmLauncher(nodes={self.options.nodes}, folder='{self.folder}')"
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SlurmJob:
         """Submit `fn(*args, **kwargs)` to run on every rank, and return the job at once.
 

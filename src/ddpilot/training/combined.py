@@ -79,6 +79,9 @@ class CombinedLoader:
         """True if a loader is of a stream that every rank reads whole, and its samples have to be compared."""
         return any(isinstance(one, StreamLoader) for one in self.loaders)
 
+    def __repr__(self) -> str:
+        return f"CombinedLoader({', '.join(map(repr, self.loaders))})"
+
     def __len__(self) -> int:
         if self.plan.num_batches is None:
             raise TypeError("the number of batches of the combined loaders is unknown")

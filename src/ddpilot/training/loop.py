@@ -132,6 +132,11 @@ class Loop(LoopCore):
         note_failures(parts.count_updates)
         seed_all(seed)
 
+    def __repr__(self) -> str:
+        position, group = self._parts.position, self.group
+        where = f"rank {group.rank} of {group.world_size} on {group.device}"
+        return f"Loop({where}; epoch {position.epoch}, {position.num_updates} updates)"
+
     def trial(self) -> Loop:
         """Return a new loop to try something on copies of model and optimizer. Collective.
 
@@ -159,9 +164,10 @@ class Loop(LoopCore):
         """Move models to the device and, with several ranks, wrap them in DDP; return all objects in order. Collective.
 
         `things`: models, optimizers, and objects to save with them: schedulers, an `AveragedModel`, anything with
-        `state_dict` and `load_state_dict`. One object is returned alone, several as a tuple. Weights and buffers are
-        broadcast from rank 0. Methods of the original model can be called on the returned one; they run as forward
-        passes of DDP. `explain` reports the chosen options and their reasons.
+        `state_dict` and `load_state_dict`. One object is returned alone, several as a tuple. Weights, buffers
+        and, unlike with DDP alone, the state and options of optimizers that have stepped are broadcast from rank 0.
+        Methods of the original model can be called on the returned one; they run as forward passes of DDP. `explain`
+        reports the chosen options and their reasons.
 
         - `comm`: how gradients are all-reduced. "bf16" or "fp16": in 16 bits. "powersgd" or a `PowerSGD`: as thin
           matrices, with error feedback. Or a communication hook of DDP, or (state, hook).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported at Python's startup if DDPILOT_WATCH=1, by `ddpilot_watch.pth`, which is installed next to the package."""
+"""Imported at Python's startup if DDPILOT_WATCH is set, by `ddpilot_watch.pth` next to the package."""
 
 from __future__ import annotations
 

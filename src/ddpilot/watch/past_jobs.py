@@ -28,11 +28,16 @@ _BETWEEN_S = 1.0
 """Time between the two snapshots that show which ranks move."""
 
 
+_MIN_PART = 4
+"""Number of characters that name a job by a part of its id, at least."""
+
+
 def find_job(word: str) -> tuple[Path, JobInfo]:
     """Return the job that `word` names: by its id or a part of it, the pid of one of its processes, or its folder.
 
-    The processes of a job are its ranks, the processes that started them, and those that the ranks have started. Raises
-    `DdpilotError` if no job matches, or more than one does.
+    A part is the beginning or the end of an id, of at least four characters, as git takes it: "1" begins every id of
+    three months. The processes of a job are its ranks, the processes that started them, and those that the ranks have
+    started. Raises `DdpilotError` if no job matches, or more than one does.
     """
     if os.sep in word and Path(word).is_dir():
         return Path(word), read_job_info(Path(word))
@@ -42,7 +47,7 @@ def find_job(word: str) -> tuple[Path, JobInfo]:
     found = (
         [job for job in jobs if job[1].id == word]
         or (_find_by_process(int(word), jobs) if word.isdecimal() else [])
-        or [job for job in jobs if job[1].id.startswith(word) or job[1].id.endswith(f"-{word}")]
+        or [job for job in jobs if len(word) >= _MIN_PART and _is_part(word, job[1].id)]
     )
     if len(found) == 1:
         return found[0]
@@ -59,17 +64,22 @@ def find_job(word: str) -> tuple[Path, JobInfo]:
     )
 
 
+def _is_part(word: str, job_id: str) -> bool:
+    return job_id.startswith(word) or job_id.endswith(f"-{word}")
+
+
 def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobInfo]]) -> list[tuple[Path, JobInfo]]:
     """Return the jobs that `pid` is a process of, or else those with an ancestor or a descendant of it.
 
-    If some of these are running, only those: a process that has ended may have had its pid reused.
+    If some of these are running, only those: a process that has ended may have had its pid reused. Every process has
+    the ancestor 1, which names none.
     """
     pids = [(job, pids_of(*job)) for job in jobs]
     ancestors = _ancestors(pid)
     found = [job for job, known in pids if pid in known] or [
         job
         for job, known in pids
-        if job[1].is_running and any(each in ancestors or pid in _ancestors(each) for each in known)
+        if pid > 1 and job[1].is_running and any(each in ancestors or pid in _ancestors(each) for each in known)
     ]
     return [job for job in found if job[1].is_running] or found
 

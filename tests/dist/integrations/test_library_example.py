@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import ddpilot
 from tests.dist.launching.scripts import run_script
@@ -59,9 +61,26 @@ def test_library_starts_no_cuda_before_its_first_use_and_trains_as_under_torchru
     assert not there["asked"]
 
 
+def test_library_refuses_devices_that_it_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists and other values, and another number than torchrun has started."""
+    monkeypatch.syspath_prepend(LIBRARY)
+    tinydigits = importlib.import_module("tinydigits")
+    classifier, num_ranks = tinydigits.Classifier(8, 2), tinydigits.num_ranks
+    assert [num_ranks(given) for given in ("auto", -1, 2, "2")] == ["auto", "auto", 2, 2]
+    rows, labels = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+    for given in ([0, 2], "two", 0, True, None):
+        with pytest.raises(ValueError, match="give a number of devices, or 'auto'"):
+            classifier.train(rows, labels, devices=given)
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    for name, value in {**torchrun, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert [num_ranks(given) for given in ("auto", 2)] == ["auto", 2]
+    with pytest.raises(ValueError, match="devices=3, and .* has started 2 ranks on this machine"):
+        classifier.train(rows, labels, devices=3)
+
+
 def move_wrapped() -> str:
     """The error of `ensure_on_device` for a DDP module on a different device."""
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     with ddpilot.init_group():

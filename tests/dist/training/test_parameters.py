@@ -49,6 +49,28 @@ def train_frozen() -> dict[str, Any]:
     return {"seen": seen, "refusals": refusals}
 
 
+def prepare_what_was_trained_apart() -> list[list[float]]:
+    """Train on each rank alone, with its own numbers, then prepare and make an update."""
+    loop = Loop(seed=2)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (loop.rank + 1))
+    for _ in range(loop.rank + 1):
+        model(torch.full((1, 2), loop.rank + 1.0)).square().sum().backward()
+        optimizer.step()
+    model, optimizer = loop.prepare(model, optimizer)
+    for (x,) in loop.batches(loop.loader(TensorDataset(torch.arange(8.0).reshape(4, 2)), global_batch_size=4)):
+        loop.backward(model(x).square().mean())
+        loop.step(optimizer)
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [one.flatten().tolist() for one in (*model.parameters(), *values)]
+
+
+def test_prepare_gives_all_ranks_the_weights_and_the_optimizer_of_rank_0() -> None:
+    """With weights alone, as DDP does it, the first update would make the ranks' models different."""
+    zero, one = launch(2, prepare_what_was_trained_apart)
+    assert zero == one
+
+
 def test_freeze_keeps_layers_out_of_ddp_and_the_optimizer() -> None:
     """What is frozen does not move, what is not does, alike on 1 and 2 ranks; frozen in DDP, it is refused."""
     (alone,), (zero, one) = launch(1, train_frozen), launch(2, train_frozen)

@@ -18,7 +18,7 @@ from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
-from tests.dist.training.bodies import launch
+from tests.dist.training.bodies import launch, launch_unwatched
 from tests.soak import IS_SOAK
 
 X = torch.arange(26, dtype=torch.float64).reshape(13, 2) / 10
@@ -446,3 +446,37 @@ def test_rank_zero_first_raises_on_all_ranks_what_rank_0_raised() -> None:
     with pytest.raises(RankError, match="no such file") as caught:
         launch(2, rank_zero_fails_first)
     assert caught.value.rank == 0
+
+
+def step_plainly(is_prepared: bool, uses_ddp: bool) -> str:
+    """Train as without a loop, in `batches`; return the error."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(seed=0, progress=False)
+    inner = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    model = loop.prepare(inner)
+    if is_prepared:
+        optimizer = loop.prepare(optimizer)
+    try:
+        for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=5)):
+            (model if uses_ddp else inner)(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except LoopError as error:
+        return str(error)
+    return ""
+
+
+def step_plainly_in_each_way() -> list[str]:
+    """The errors."""
+    return [step_plainly(True, True), step_plainly(False, True), step_plainly(True, False)]
+
+
+def test_plain_backward_and_step_are_refused_if_ddp_averaged_the_gradients() -> None:
+    """Ranks with unequal parts of a batch would count the same. Other optimizers and other gradients may step."""
+    for rank, found in enumerate(launch_unwatched(2, step_plainly_in_each_way)):
+        assert found[0].startswith(
+            f"[rank {rank}] updating the weights: gradients of Linear are from loss.backward(), "
+        )
+        assert "Write loop.backward(loss) and loop.step(optimizer)" in found[0]
+        assert found[1:] == ["", ""]

@@ -199,6 +199,36 @@ def test_explain_shows_code_and_the_command_that_names_rank_and_line() -> None:
     assert "\x1b" in explain(UNUSED, color=True)
 
 
+@pytest.mark.parametrize(
+    "message", [UNUSED, "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)"]
+)
+def test_explain_of_a_message_ends_with_what_to_run_next(message: str) -> None:
+    """The message alone has no rank and no line; a code comes from a report, which has both."""
+    commands = (
+        "\n    DDPILOT_WATCH=1 torchrun --nproc-per-node 2 train.py\n    ddpilot run --nproc-per-node 2 train.py\n"
+    )
+    page = explain(message)
+    assert page.endswith(commands)
+    assert not explain(page.split()[1]).endswith(commands)  # by its code
+    assert not explain("Cannot re-initialize CUDA in forked subprocess.").endswith(
+        commands
+    )  # before any rank is watched
+
+
+def test_page_of_a_watchdog_timeout_names_the_other_causes_of_one() -> None:
+    """Somebody with the message alone does not know which of them it was."""
+    page = explain("Watchdog caught collective operation timeout")
+    assert page.startswith("# DDP218 ")
+    assert all(
+        code in find_entry("DDP218").section("Other causes") for code in ("DDP201", "DDP207", "DDP209", "DDP220")
+    )
+
+
+def test_pages_of_messages_do_not_rely_on_a_finding() -> None:
+    """A pasted message has none: the page says where it would be named."""
+    assert [entry.code for entry in all_entries() if re.search(r"finding\s+(then )?names", entry.text)] == []
+
+
 def test_explain_ends_with_the_address_of_the_page_if_the_project_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then the page alone is printed."""
     assert "https://example.org" not in explain("DDP201")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpilot.environments.detect import detect_topology, parse_switch
+from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import TopologyError
 
@@ -83,10 +83,10 @@ def test_detect_topology_argument_beats_the_variable() -> None:
     assert detect_topology({**TORCHRUN, "DDPILOT_DISTRIBUTED": "maybe"}, distributed=True).rank == 1
 
 
-def test_parse_switch_refuses_other_words() -> None:
+def test_detect_topology_refuses_other_words_than_a_switch_has() -> None:
     """The error names the variable, the value and the words that work."""
     with pytest.raises(TopologyError, match=r"DDPILOT_DISTRIBUTED='maybe'.*auto") as caught:
-        parse_switch("maybe")
+        detect_topology({"DDPILOT_DISTRIBUTED": "maybe"})
     assert caught.value.variable == "DDPILOT_DISTRIBUTED"
 
 

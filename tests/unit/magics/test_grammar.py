@@ -11,6 +11,7 @@ import pytest
 
 from ddpilot.errors import LaunchError
 from ddpilot.magics.grammar import (
+    VERBS,
     MagicParser,
     MagicUsageError,
     add_options,
@@ -71,6 +72,14 @@ def test_parser_does_not_accept_abbreviated_options() -> None:
     parser.add_argument("--ranks")
     with pytest.raises(MagicUsageError, match="`--rank 0`. Did you mean `--ranks`"):
         parser.read(["--rank", "0"])
+
+
+@pytest.mark.parametrize("typed", ["--nproc 2", "--nproc_per_node=2", "--nprocs=2", "--num-processes 2", "--ngpus 2"])
+def test_verbs_suggest_n_for_other_names_of_the_number_of_ranks(typed: str) -> None:
+    """Those of torchrun, Accelerate and others; `--nproc` is the beginning of the long form."""
+    for verb, before in (("start", []), ("verify", ["train"])):
+        with pytest.raises(MagicUsageError, match="Did you mean `-n/--nproc-per-node`"):
+            VERBS[verb].parser().read([*before, *typed.split()])
 
 
 LINE = (

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from ddpilot.magics.commands import COMMANDS
 from ddpilot.magics.completion import make_matcher
 from ddpilot.magics.extension import load_ipython_extension, unload_ipython_extension
 from ddpilot.magics.grammar import VERBS, MagicUsageError
+from ddpilot.magics.magic import run_on_ranks
+from ddpilot.magics.push_pull import SCOPE
 from ddpilot.magics.shell_session import ShellSession
 from tests.unit.magics.samples import ipython_shell
 
@@ -40,7 +44,7 @@ def shell() -> Iterator[Any]:
         ("start --zzz", "unrecognized arguments: --zzz. Usage: %ddp start [-h] [-n N]"),
         ("start 2", "reading `%ddp start`: `2`. Did you mean `%ddp start -n 2`?"),
         ("start n=2", "Did you mean `%ddp start -n 2`?"),
-        ("start --nproc_per_node 2", "Did you mean `--nproc-per-node`?"),
+        ("start --nproc_per_node 2", "Did you mean `-n/--nproc-per-node`?"),
         (
             "start --rank 0",
             "All ranks are started; `-n 2` sets their number, and `%%ddp --ranks 0` runs a cell on some of them",
@@ -74,6 +78,29 @@ def test_line_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, 
     with pytest.raises(MagicUsageError) as caught:
         shell.run_line_magic("ddp", line)
     assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "typed"),
+    [
+        ("pull", {"names": ["x"], "rank": 7, SCOPE: {}}, "--rank"),
+        ("push", {"names": ["x"], "ranks": (0, 7), SCOPE: {}}, "--ranks"),
+        ("restart", {"ranks": [7]}, "%ddp restart"),
+        ("stacks", {"ranks": [1, 7]}, "%ddp stacks"),
+    ],
+)
+def test_verbs_refuse_a_rank_that_does_not_exist_in_their_own_words(
+    verb: str, given: dict[str, Any], typed: str
+) -> None:
+    """The numbers that exist, and how they are typed, instead of Python's `[0]`."""
+    shell_session = ShellSession(shell=None)
+    session: Any = SimpleNamespace(is_running=True, world_size=2)
+    shell_session._session = session
+    wrong = re.escape(f"`{typed} 7`, and the ranks are 0 to 1. Give ranks that exist, as in `{typed} 1`")
+    with pytest.raises(MagicUsageError, match=wrong):
+        COMMANDS[verb](shell_session, given)
+    with pytest.raises(MagicUsageError, match=re.escape("`--ranks 7`, and the ranks are 0 to 1")):
+        run_on_ranks(shell_session, "1", {"ranks": (7,)})
 
 
 @pytest.mark.parametrize("line", ["%ddp", "%ddp --ranks 0"])

@@ -195,6 +195,19 @@ def test_find_job_takes_an_id_its_end_a_process_and_a_folder(root: Path) -> None
         find_job("other")
 
 
+def test_find_job_refuses_the_first_digits_of_any_id_and_what_begins_several(root: Path) -> None:
+    """As git does with a short id: "1" was the only job there is, of any day from October on, and pid 1 of any job."""
+    _, about = make_job_folder("train", 1)
+    for word in ("0", "1", about.id[:3]):
+        with pytest.raises(DdpilotError, match=rf"0 of the 1 jobs .* match. Give the id of one \({about.id}\)"):
+            find_job(word)
+    again = replace(about, id=f"{about.id[:4]}-000000-abcd")
+    (root / again.id).mkdir(mode=0o700)
+    write_job_info(root / again.id, again)
+    with pytest.raises(DdpilotError, match=rf"2 of the 2 jobs .*{about.id}"):
+        find_job(about.id[:4])
+
+
 def test_find_job_says_that_there_are_no_jobs(root: Path) -> None:
     """In place of a choice among none."""
     with pytest.raises(DdpilotError, match=r"looking for the job 'other': no jobs in .*Jobs that ended well"):

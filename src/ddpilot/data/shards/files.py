@@ -48,6 +48,10 @@ class _Files(ShardedDataset):
         """True if samples are returned as stored, so that nothing random can be drawn for them."""
         return self.transform is None
 
+    def __repr__(self) -> str:
+        num = len(self.paths)
+        return f"{type(self).__name__}({num} file{'s' * (num > 1)}, the first: {str(self.paths[0])!r})"
+
     def num_samples(self, shard: int) -> int | None:
         """Return the number of samples of a file if it is known."""
         return None if self._num_samples is None else self._num_samples[shard]

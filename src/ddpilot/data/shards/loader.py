@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from ddpilot.data.batches import LocalBatch
+from ddpilot.data.batches import LocalBatch, render_loader
 from ddpilot.data.options import Collate
 from ddpilot.data.sample_seeds import mix_seed
 from ddpilot.data.shards.order import ShardOrder, ShardPlan, Take
@@ -47,6 +47,9 @@ class ShardLoader:
         draws = collate is not default_collate or not getattr(dataset, "is_plain", False)
         reader = ShardReader(dataset, plan, collate=collate, seeded=seed_samples and draws)
         self._workers = Workers(reader, rank, options)
+
+    def __repr__(self) -> str:
+        return render_loader(self)
 
     def __len__(self) -> int:
         num_samples, size = self.plan.num_samples, self.plan.global_batch_size

@@ -84,6 +84,8 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 5
 def become_process_of(server_pid: int) -> None:
     """Create an own process group, ask to be killed when the server dies, and reset signal handlers.
 
+    SIGINT stays blocked until the rank has a handler that keeps an early interrupt for the user's function.
+
     The parent-death signal fires when the *thread* that forked exits, so the server forks from its main thread.
     """
     os.setpgid(0, 0)
@@ -96,7 +98,7 @@ def become_process_of(server_pid: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's default
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
 
 
 def outlive_stops() -> None:

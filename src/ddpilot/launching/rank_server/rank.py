@@ -42,6 +42,7 @@ def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
     control = socket.socket(fileno=control_fd)
     interrupts = RankInterrupt(functools.partial(_report_taken, control))
     signal.signal(signal.SIGINT, interrupts)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
         start, (parcel,) = fd_socket.receive(control)
     except fd_socket.Closed:  # the parent cancelled the launch before this rank started

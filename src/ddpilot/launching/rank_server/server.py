@@ -138,6 +138,7 @@ class Server:
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited by ranks, which unblock it themselves
         outlive_stops()
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_child)
         if self._parent_fd is not None:  # a child that the parent forked may keep its socket open after its death

@@ -76,6 +76,14 @@ class ForwardBypassCheck:
             if parameter.grad is not None and id(parameter) in owners and bool(parameter.grad.any()):
                 raise self._bypassed(owners[id(parameter)])
 
+    def find_reduced(self, parameters: Iterable[nn.Parameter]) -> DistributedDataParallel | None:
+        """Return a DDP model that was called in this update and has the gradient of one of `parameters`, or None."""
+        given = {id(one) for one in parameters if one.grad is not None}
+        for model, prepared in self._prepared.ddp_models.items():
+            if model.__dict__.get(_NOTE) is not _UNUSED and not prepared.reduced_ids.isdisjoint(given):
+                return model
+        return None
+
     def check_all(self, models: Iterable[nn.Module]) -> None:
         """Run `check` on all parameters of `models`, unless one of their DDP models was called."""
         known = self._prepared.ddp_models

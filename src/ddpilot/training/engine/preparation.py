@@ -12,11 +12,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
 from ddpilot.group.device import move
+from ddpilot.group.process_group import Group
 from ddpilot.training.engine.compilation import compile_model
 from ddpilot.training.engine.parts import LoopParts
 from ddpilot.training.models.comm_hooks import hook_state, is_powersgd
 from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.optimizers import share_state
 from ddpilot.training.models.sharding import (
     ShardedOutline,
     has_sharded_layer,
@@ -116,6 +118,8 @@ class Preparation:
         return model
 
     def _prepare_optimizer(self, optimizer: Optimizer, options: DDPOptions) -> Optimizer:
+        if isinstance(self._group, Group):
+            share_state(optimizer, self._group)
         shard_optimizer_state(optimizer, self._prepared.moved)
         if options.shard == "optimizer":
             from ddpilot.training.models.zero import shard_optimizer  # slow to import

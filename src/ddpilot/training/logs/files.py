@@ -29,6 +29,9 @@ class CsvLogger(Logger):
         self._names: list[str] = []
         self._file: LineFile | None = None
 
+    def __repr__(self) -> str:
+        return f"CsvLogger('{self._path}')"
+
     def open(self, start: LogStart) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if start.is_new:
@@ -84,6 +87,9 @@ class JsonLinesLogger(Logger):
     def __init__(self, path: str | os.PathLike[str] = "log.jsonl") -> None:
         self._path = Path(path)
         self._file: LineFile | None = None
+
+    def __repr__(self) -> str:
+        return f"JsonLinesLogger('{self._path}')"
 
     def open(self, start: LogStart) -> None:
         if start.is_new:

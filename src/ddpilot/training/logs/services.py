@@ -25,6 +25,9 @@ class TensorBoardLogger(Logger):
         self._folder = Path(folder)
         self._writer: Any = None
 
+    def __repr__(self) -> str:
+        return f"TensorBoardLogger('{self._folder}')"
+
     def check(self) -> None:
         self._import()
 

@@ -13,7 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ddpilot.data.nested import iterate_tensors, map_tensors
 from ddpilot.errors import LoopError, MismatchedCheckpointError
+from ddpilot.group.device import broadcast_tensors
+from ddpilot.group.protocol import GroupLike
 from ddpilot.training.loss_weights import Objective
 from ddpilot.training.models.shards import divide_as, gather, has_shards, is_shard
 from ddpilot.training.models.strategy import strategy_of
@@ -31,6 +34,38 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer of this rank's own parameters, if `optimizer` is sharded; else `optimizer` itself."""
     inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer, which is slow to import
     return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def share_state(optimizer: Optimizer, group: GroupLike) -> None:
+    """Overwrite the state and the options of `optimizer` with those of rank 0, if any rank has a state. Collective.
+
+    As DDP does with the parameters. Not of an optimizer of which each rank has a shard.
+    """
+    if group.world_size == 1 or isinstance(optimizer, ShardedState) or has_own_shards(optimizer):
+        return
+    has_state = torch.tensor([float(bool(optimizer.state))], device=group.device)
+    if not group.all_reduce(has_state, "max").item():
+        return
+    parameters = _parameters(optimizer)
+    state = {number: optimizer.state[one] for number, one in enumerate(parameters) if one in optimizer.state}
+    options = [{name: value for name, value in own.items() if name != "params"} for own in optimizer.param_groups]
+    whole: Any = {"state": state, "options": options}
+    devices = [one.device.type for one in iterate_tensors(whole)]
+    outline, devices = group.broadcast_object((map_tensors(whole, lambda one: one.to("meta")), devices))
+    if not group.is_rank_zero:
+        places = iter(devices)  # torch's Adam counts its steps on the CPU
+
+        def allocate(one: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(one, device="cpu" if next(places) == "cpu" else group.device)
+
+        whole = map_tensors(outline, allocate)
+    broadcast_tensors(iterate_tensors(whole), group)
+    if not group.is_rank_zero:
+        optimizer.state.clear()
+        for number, values in whole["state"].items():
+            optimizer.state[parameters[number]] = values
+        for own, values in zip(optimizer.param_groups, whole["options"], strict=True):
+            own.update(values)
 
 
 def full_state(thing: Optimizer | nn.Module) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
@@ -95,8 +96,18 @@ class UpdateState:
             self._finite.differ()
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Compare the parameters of `optimizer`, which was just prepared, with those of the other optimizers."""
+        """Check the steps of `optimizer`, which was just prepared, and whether it shares parameters with others."""
         self._shared.add(optimizer)
+        if self._group.world_size == 1:  # the gradients are those of a single process
+            return
+        this = weakref.ref(self)
+
+        def check(stepping: Optimizer, _args: object, _kwargs: object) -> None:
+            state = this()
+            if state is not None:
+                state.check_plain_step(stepping)
+
+        optimizer.register_step_pre_hook(check)
 
     def enter(self, batch: CurrentBatch) -> None:
         """Set the current batch."""
@@ -323,6 +334,24 @@ class UpdateState:
         if self._finite is not None and own.reduced and not is_checked:
             self._check_finite(own.reduced)
 
+    def check_plain_step(self, optimizer: Optimizer) -> None:
+        """Raise LoopError if `optimizer` steps by gradients of `loss.backward()`, which DDP averaged over the ranks.
+
+        Of ranks with different numbers of samples, their mean is not that over the samples.
+        """
+        if self.batch is None or self.has_backward or not self.is_update:
+            return
+        if (model := self.bypasses.find_reduced(self._prepared.record_of(optimizer).parameters)) is not None:
+            raise LoopError(
+                "updating the weights",
+                found=f"gradients of {class_name(model)} are from loss.backward(), not loop.backward() (batch "
+                f"{self.batch.index} of epoch {self.batch.epoch}), so DDP averaged them over ranks instead of samples, "
+                "and the loop does not count the update",
+                fix="Write loop.backward(loss) and loop.step(optimizer) instead of loss.backward() and "
+                "optimizer.step(). To weight the gradients differently, do not prepare the optimizer.",
+                rank=self._group.rank,
+            )
+
     def complete(self) -> None:
         """Check that the gradients are complete, and finish the exchange of this update, if it has one.
 
@@ -384,8 +413,8 @@ class UpdateState:
                 "updating the weights",
                 found=f"there are gradients, and no loop.backward() was called for this update (batch "
                 f"{self.batch.index} of epoch {self.batch.epoch}), so they are not weighted by samples",
-                fix="Write loop.backward(loss) instead of loss.backward(). Apply gradients that were computed in a "
-                "different way by optimizer.step().",
+                fix="Write loop.backward(loss) instead of loss.backward(). Apply gradients that were not computed "
+                "through the prepared model by optimizer.step().",
             )
 
     def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> None:

@@ -27,7 +27,8 @@ import psutil
 from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.private_files import check_own_folder, lock_file, open_own_file, write_own_text
 from ddpilot.environments.topology import Topology
-from ddpilot.errors import LaunchError
+from ddpilot.environments.variables import read_switch, read_text
+from ddpilot.errors import LaunchError, TopologyError
 from ddpilot.guard.hook import GUARD_VARIABLE
 from ddpilot.launching.on_import import when_imported
 from ddpilot.module_names import GUARD_HOOK, OBSERVER_PROCESS, RECORD_HOOK
@@ -38,13 +39,16 @@ from ddpilot.watch.job_folder import OBSERVER, jobs_root, locked, open_root
 from ddpilot.watch.options import Action, WatchOptions
 
 WATCH_VARIABLE = "DDPILOT_WATCH"
-"""If 1, ranks are watched without any change to their script."""
+"""Switch: if it is on, ranks are watched without any change to their script."""
 
 ACTION_VARIABLE = "DDPILOT_ON_FINDING"
+"""The action of `WatchOptions`, "report" or "stop"."""
+
 OWNER_VARIABLE = "DDPILOT_WATCHED_PID"
 """Set in the environment of a watched rank, for the processes that it starts: the rank's pid."""
 
-_ABOUT_A_RANK = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_RANKS = ("RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_ABOUT_A_RANK = (*_RANKS, "LOCAL_RANK")
 _ABOUT_A_JOB = (
     *("MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
     *("SLURM_STEP_ID", "PMIX_NAMESPACE"),
@@ -88,14 +92,22 @@ def enable(
 
 
 def enable_from_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Call `enable` if `WATCH_VARIABLE` is 1; any error is reported in one line."""
-    if environ.get(WATCH_VARIABLE) != "1":
-        return
+    """Call `enable` if the switch `WATCH_VARIABLE` is on; any error is reported in one line, and ranks continue.
+
+    A value that is not understood is the same on every rank, and reported by rank 0 alone.
+    """
     try:
-        action = environ.get(ACTION_VARIABLE) or None
-        enable(guard=environ.get(GUARD_VARIABLE) != "0", on_finding=action)  # type: ignore[arg-type]  # checked there
+        if not read_switch(environ, WATCH_VARIABLE):
+            return
+        guard, action = read_switch(environ, GUARD_VARIABLE), read_text(environ, ACTION_VARIABLE)
+        if action not in (None, *get_args(Action)):
+            fix = "Set it to report or stop, or unset it"
+            raise TopologyError(f"reading {ACTION_VARIABLE}", found=repr(action), fix=fix, variable=ACTION_VARIABLE)
+        enable(guard=guard is not False, on_finding=action)  # type: ignore[arg-type]  # checked above
     except Exception as error:  # noqa: BLE001 - reported; must not stop the training
-        sys.stderr.write(f"ddpilot: {WATCH_VARIABLE}=1: this job is not watched: {error}\n")
+        is_ours = getattr(error, "variable", None) in (WATCH_VARIABLE, GUARD_VARIABLE, ACTION_VARIABLE)
+        if not is_ours or read_text(environ, *_RANKS) in (None, "0"):
+            sys.stderr.write(f"ddpilot: this job is not watched: {error}\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,3 +100,32 @@ def test_rank_that_is_asked_for_its_stack_while_it_ends_is_not_killed() -> None:
     done = subprocess.run([sys.executable, "-c", ENDING], check=False, timeout=60, capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr.count("most recent call first") == 1
+
+
+EARLY_INTERRUPT = """
+import os, signal, socket
+from ddpilot.launching.interrupts import RankInterrupt
+from ddpilot.launching.rank_server import rank
+from ddpilot.launching.rank_server.fork_safety import become_process_of
+
+become_process_of(os.getppid())
+os.kill(os.getpid(), signal.SIGINT)
+ours, theirs = socket.socketpair()
+
+def receive(control):
+    try:
+        with signal.getsignal(signal.SIGINT):
+            print("lost", flush=True)
+    except KeyboardInterrupt:
+        print("kept for the function", flush=True)
+    raise rank.fd_socket.Closed
+
+rank.fd_socket.receive = receive
+rank.run_rank(ours.detach(), os.dup(1), os.dup(2))
+"""
+
+
+def test_interrupt_of_a_rank_that_is_being_forked_is_kept_for_its_function() -> None:
+    """It was raised in the middle of setting up the process, with a traceback of ddpilot's own."""
+    done = subprocess.run([sys.executable, "-c", EARLY_INTERRUPT], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("kept for the function\n", "", 1)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients are cleared after an update as the optimizer clears them."""
+"""Gradients are cleared as the optimizer clears them; and a state that all ranks share."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ddpilot.training.models.optimizers import clear_gradients
+from ddpilot import FakeGroup
+from ddpilot.training.models.optimizers import clear_gradients, share_state
 
 
 class Own(torch.optim.SGD):
@@ -38,3 +40,54 @@ def test_clear_gradients_leaves_none() -> None:
         assert [parameter.grad for parameter in parameters] == [None, None]
     clear_gradients(patched)
     assert (own.num_asked, asked) == (1, [True])
+
+
+@dataclass(frozen=True)
+class Replaying(FakeGroup):
+    """Rank 0 records what it sends, and rank 1 receives that; some rank has a state."""
+
+    sent: list[Any] = field(default_factory=list)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> torch.Tensor:
+        """The flag."""
+        assert op == "max"
+        return tensor.fill_(1)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Bytes."""
+        if self.rank == src:
+            self.sent.append(tensor.clone())
+            return tensor
+        return tensor.copy_(self.sent.pop(0))
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Outlines."""
+        if self.rank == src:
+            self.sent.append(value)
+            return value
+        return self.sent.pop(0)
+
+
+def train(make: Any, lr: float, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after steps of its own."""
+    model = nn.Linear(2, 2)
+    optimizer = make(model.parameters(), lr=lr)
+    for _ in range(num_steps):
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step(lambda: model(torch.ones(1, 2)).square().sum())
+    return model, optimizer
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.LBFGS])
+@pytest.mark.parametrize(("zeros", "ones"), [(2, 3), (2, 0), (0, 2)])
+def test_share_state_gives_each_rank_the_state_and_options_of_rank_0(make: Any, zeros: int, ones: int) -> None:
+    """Also lists of tensors; a rank without a state gets one, and one that rank 0 lacks is dropped."""
+    sent: list[Any] = []
+    (_, first), (other, second) = train(make, 0.1, zeros), train(make, 0.2, ones)
+    parameters = list(other.parameters())
+    share_state(first, Replaying(0, 2, sent=sent))
+    share_state(second, Replaying(1, 2, sent=sent))
+    assert sent == []
+    assert str(first.state_dict()) == str(second.state_dict())
+    assert second.param_groups[0]["params"] == parameters

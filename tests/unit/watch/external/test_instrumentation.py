@@ -11,15 +11,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from ddpilot.errors import LaunchError
+from ddpilot.guard import hook as guard_hook
 from ddpilot.record.flight_ring.writer import RingWriter
 from ddpilot.record.hook import ring_path
 from ddpilot.watch.external import instrumentation
-from ddpilot.watch.external.instrumentation import OWNER_VARIABLE, enable
+from ddpilot.watch.external.instrumentation import OWNER_VARIABLE, enable, enable_from_environment
 from ddpilot.watch.external.observer_process import ObserverProcess
 from ddpilot.watch.external.rank_process import RankProcess, error_path, find_rank_processes
 from ddpilot.watch.job_folder import JOBS_VARIABLE, OBSERVER
@@ -35,6 +37,58 @@ def test_enable_refuses_a_function() -> None:
         enable(on_finding=print)  # type: ignore[arg-type]  # what is refused
     with pytest.raises(LaunchError, match='reading `on_finding`: \'end\'. Give "stop" or "report"$'):
         enable(on_finding="end")  # type: ignore[arg-type]  # what is refused
+
+
+@pytest.mark.parametrize("word", ["1", "yes", "true", "ON"])
+def test_watch_variable_takes_the_usual_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For DDPILOT_GUARD too."""
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(instrumentation, "enable", lambda **given: calls.append(given))
+    enable_from_environment({"DDPILOT_WATCH": word, "DDPILOT_GUARD": "off", "DDPILOT_ON_FINDING": "report"})
+    enable_from_environment({"DDPILOT_WATCH": "no"})
+    enable_from_environment({})
+    assert calls == [{"guard": False, "on_finding": "report"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("DDPILOT_WATCH", "2", "reading DDPILOT_WATCH: DDPILOT_WATCH='2'. Set it to 1 or 0, or unset it"),
+        ("DDPILOT_GUARD", "of", "reading DDPILOT_GUARD: DDPILOT_GUARD='of'. Set it to 1 or 0, or unset it"),
+        ("DDPILOT_ON_FINDING", "repot", "reading DDPILOT_ON_FINDING: 'repot'. Set it to report or stop, or unset it"),
+    ],
+)
+def test_variable_that_is_not_understood_is_reported_by_rank_0_alone(
+    name: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its value is the same on every rank."""
+    for rank in ("0", "1", "2"):
+        enable_from_environment({**RANK, "RANK": rank, "DDPILOT_WATCH": "1", name: value})
+    assert capsys.readouterr().err == f"ddpilot: this job is not watched: {said}\n"
+
+
+def test_guard_variable_that_is_not_understood_is_reported_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guard stays on."""
+    environ = {"DDPILOT_RING_DIR": "/nowhere/at/all", "DDPILOT_GUARD": "2"}
+    assert all(guard_hook._is_on(SimpleNamespace(rank=rank, environ=environ)) for rank in (0, 1))
+    said = (
+        "ddpilot: rank 0: training is guarded: reading DDPILOT_GUARD: DDPILOT_GUARD='2'. Set it to 1 or 0, or unset it"
+    )
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+@pytest.mark.parametrize(("value", "imports"), [("1", True), ("yes", True), ("2", True), ("0", False), ("", False)])
+def test_installed_line_starts_ddpilot_for_every_value_but_0(
+    value: str, imports: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a value that is not understood is reported."""
+    line = next(text for text in Path("setup.py").read_text().splitlines() if text.startswith("LINE = "))
+    names: dict[str, str] = {}
+    exec(line, names)
+    monkeypatch.setenv("DDPILOT_WATCH", value)
+    imported: list[str] = []
+    exec(names["LINE"], {"__builtins__": {"__import__": lambda name, *_: imported.append(name) if "." in name else os}})
+    assert imported == ["ddpilot.watch.at_startup"] * imports
 
 
 @pytest.fixture
