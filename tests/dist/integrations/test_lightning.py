@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ddpilot import RankError, Session
-from tests.conftest import LIGHTNING_ALONE
+from tests.conftest import TORCHMETRICS_ALONE
 
 SET_UP = """
 import logging, warnings
@@ -37,7 +37,7 @@ def loader(): return DataLoader(data, batch_size=4)
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     """Two ranks with the app."""
-    with Session(2, apps=("lightning",), output="silent", env=LIGHTNING_ALONE) as session:
+    with Session(2, apps=("lightning",), output="silent", env=TORCHMETRICS_ALONE) as session:
         session.execute(SET_UP)
         yield session
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import COLLECT, LIGHTNING_ALONE
+from tests.conftest import COLLECT, TORCHMETRICS_ALONE
 from tests.dist.launching.scripts import Outcome, finish, run_script, running, wait_until
 from tests.soak import often
 
-ENV = {**LIGHTNING_ALONE, "OMP_NUM_THREADS": "1"}  # which Lightning sets later, and then ranks need another rank server
+ENV = {
+    **TORCHMETRICS_ALONE,
+    "OMP_NUM_THREADS": "1",
+}  # which Lightning sets later, and then ranks need another rank server
 pytestmark = pytest.mark.timeout(300)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 

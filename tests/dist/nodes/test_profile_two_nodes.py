@@ -161,14 +161,14 @@ def test_parts_of_a_program_on_two_nodes_are_profiled_on_all_ranks(nodes: TwoNod
 
 @pytest.mark.timeout(240)
 def test_scale_runs_on_one_node_and_on_both(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Node 0 alone with a rank, and both nodes with one each: two ranks, whose group was measured between nodes."""
+    """Node 0 alone with 1 and 2 ranks, and both nodes with 2: four ranks, whose group was measured between nodes."""
     script = tmp_path / "train.py"
     script.write_text(LOADS)
     agents = []
     for node in "ab":
         where = ["--nnodes", 2, "--node-rank", "ab".index(node), "--master-addr", nodes.addresses["a"]]
-        agents.append(nodes.start(node, [*SCALE, script, *where, "-n", 1, "--rounds", 1]))
+        agents.append(nodes.start(node, [*SCALE, script, *where, "-n", "1,2", "--rounds", 1]))
     assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0], agents[0].describe_all()
     rows = [line.split()[0] for line in agents[0].text.splitlines() if line[:1].isdecimal()]
-    assert rows == ["1", "2", "4"], agents[0].text
+    assert rows == ["1", "2", "4", "8"], agents[0].text
     assert "as measured between nodes" in agents[0].text
