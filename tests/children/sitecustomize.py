@@ -28,10 +28,10 @@ if "DDPILOT_TESTS_WITHOUT" in os.environ:
 
     _absent, _version = os.environ["DDPILOT_TESTS_WITHOUT"].split(","), metadata.version
 
-    def _version_of_what_is_there(name: str) -> str:
-        if name in _absent:
-            raise metadata.PackageNotFoundError(name)
-        return _version(name)
+    def _version_of_what_is_there(distribution_name: str) -> str:
+        if distribution_name in _absent:
+            raise metadata.PackageNotFoundError(distribution_name)
+        return _version(distribution_name)
 
     metadata.version = _version_of_what_is_there
     for _name in _absent:

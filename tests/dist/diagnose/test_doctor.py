@@ -50,7 +50,8 @@ def run_doctor(
 ) -> tuple[int, dict[str, Any]]:
     """Exit status and JSON of `ddpilot doctor`, which is forked from this process if nothing is `around` it."""
     command = [*map(str, around), sys.executable, "-m", "ddpilot", "doctor", "--json", *map(str, words)]
-    env, streams = {**os.environ, **(environ or {})}, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = {**os.environ, **(environ or {})}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     start = functools.partial(subprocess.Popen, command, env=env, text=True)
     with start(**streams) if around else start_forked(command, env, **streams) as process:
         shown, errors = process.communicate(timeout=100)
