@@ -260,7 +260,7 @@ def test_a_rank_that_loses_rank_0_says_so() -> None:
             )
             for rank in "01"
         ]
-        while not is_connected(ranks[1].pid, port):
+        while not has_accepted(ranks[0].pid, ranks[1].pid, port):
             assert ranks[1].poll() is None
             time.sleep(0.1)
         time.sleep(0.5)
@@ -273,10 +273,11 @@ def test_a_rank_that_loses_rank_0_says_so() -> None:
     assert said.startswith("rank 1 lost the store of rank 0")
 
 
-def is_connected(pid: int, port: int) -> bool:
-    """True if the process has a connection to `port`."""
-    connections = psutil.Process(pid).net_connections("tcp")
-    return any(getattr(each.raddr, "port", 0) == port and each.status == "ESTABLISHED" for each in connections)
+def has_accepted(server: int, client: int, port: int) -> bool:
+    """True if the process `server`, which listens on `port`, has accepted a connection of the process `client`."""
+    own = {each.laddr.port for each in psutil.Process(client).net_connections("tcp") if each.laddr}
+    accepted = [each for each in psutil.Process(server).net_connections("tcp") if each.laddr and each.raddr]
+    return any(each.laddr.port == port and each.raddr.port in own for each in accepted)
 
 
 def test_a_rank_is_told_to_use_nodes(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_launch_falls_back_to_fresh_interpreters_when_a_preloaded_module_starts_
     assert "ddpilot: importing `starts_thread` started 1 thread (" in said
     assert "so ranks start as fresh interpreters" in said
     with pytest.raises(LaunchError, match="cannot be forked safely: importing `starts_thread` started 1 thread"):
-        Launcher(nproc_per_node=2, preload=("starts_thread",), start_method="fork").run(facts)
+        replace(launcher, nproc_per_node=2, start_method="fork").run(facts)
 
 
 @pytest.mark.usefixtures("modules")

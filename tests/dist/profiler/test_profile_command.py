@@ -115,7 +115,7 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path, run_command: Run) ->
     empty.write_text("import torch\nprint('nothing')\n")
     assert "too few updates" in refusal(empty, "-n", 1)
     broken = tmp_path / "broken.py"
-    broken.write_text("import torch\nraise ValueError('broken')\n")
+    broken.write_text("raise ValueError('broken')\n")
     done = run_command("profile", broken, "-n", 1)
     assert done.returncode != 0
     assert "ValueError: broken" in done.stderr
