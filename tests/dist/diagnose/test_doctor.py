@@ -275,9 +275,9 @@ def test_a_rank_that_loses_rank_0_says_so() -> None:
 
 def has_accepted(server: int, client: int, port: int) -> bool:
     """True if the process `server`, which listens on `port`, has accepted a connection of the process `client`."""
-    own = {each.laddr.port for each in psutil.Process(client).net_connections("tcp") if each.laddr}
-    accepted = [each for each in psutil.Process(server).net_connections("tcp") if each.laddr and each.raddr]
-    return any(each.laddr.port == port and each.raddr.port in own for each in accepted)
+    own = {getattr(each.laddr, "port", 0) for each in psutil.Process(client).net_connections("tcp")}
+    accepted = psutil.Process(server).net_connections("tcp")
+    return any(getattr(each.raddr, "port", -1) in own and each.laddr.port == port for each in accepted)
 
 
 def test_a_rank_is_told_to_use_nodes(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
