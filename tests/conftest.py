@@ -34,6 +34,8 @@ sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # the 
 
 CHILDREN = Path(__file__).with_name("children")
 COLLECT = "DDPILOT_TESTS_COLLECT"
+TORCHMETRICS_ALONE = {"DDPILOT_TESTS_WITHOUT": "matplotlib,scipy,torchvision,transformers"}
+"""For processes that import torchmetrics, as Lightning does: what it can do without looks as if it were not there."""
 
 GRACE_S = 2.0
 """How long what a test started may take to be gone after it: the promise that ddpilot makes about its ranks."""

@@ -8,6 +8,13 @@ from ddpilot.module_names import TRAINER_PRELOAD
 BESIDES_TRAINER = ("torch.distributed.optim", "pytest")
 """For the launcher of a `Trainer`, which adds its own: a sharded optimizer, and what modules of tests import."""
 
+SKLEARN = ("sklearn.model_selection", "sklearn.datasets")
+"""Also scikit-learn, which the examples with digits import: 1 s. Its OpenBLAS must start no thread before ranks are
+forked, so launch with `WITH_SKLEARN`."""
+
+WITH_SKLEARN = {"OPENBLAS_NUM_THREADS": "1"}
+"""Variables of such a launch."""
+
 PRELOAD = (*TRAINER_PRELOAD, *BESIDES_TRAINER)
 """Also the compiler, which the first optimizer of a process imports, and the loop. Each rank would take 0.2 s for the
 loop and pytest alone, half of the time of a small training."""

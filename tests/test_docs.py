@@ -238,8 +238,7 @@ def test_every_block_runs_or_says_why_not() -> None:
 
 
 OFTEN_PAGES = (
-    *("README.md", "docs/faq.md", "docs/tutorials/function.md", "docs/how_to/jupyter.md", "docs/how_to/loop.md"),
-    "docs/how_to/hang.md",
+    *("README.md", "docs/faq.md", "docs/tutorials/function.md", "docs/how_to/jupyter.md", "docs/how_to/hang.md"),
 )
 """Those read first; the commands and methods of the others have tests of their own, and the soak runs their cells."""
 PAGES_WITH_CELLS = [page for page in PAGES if cells_and_outputs(page) and not NEEDS.search(page.read_text())]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator import environment, why_not
+from tests.conftest import TORCHMETRICS_ALONE
 from tests.dist.launching.scripts import run_script
 
 pytestmark = [
@@ -141,7 +142,7 @@ def test_an_error_of_one_rank_ends_the_rank_that_waits_for_its_device(told: list
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the three programs told, one after the other in a process that has two devices: Lightning takes 3 s."""
     env = environment(2)
-    env["PYTHONPATH"] = os.pathsep.join((SHIMS, env["PYTHONPATH"]))
+    env |= {"PYTHONPATH": os.pathsep.join((SHIMS, env["PYTHONPATH"])), **TORCHMETRICS_ALONE}
     out = run_script(SET_UP + AUTO + TRAIN + HANG, tmp_path_factory.mktemp("told"), env=env, limit_s=190).out
     lines = [line for line in out.splitlines() if line.startswith("told ")]
     assert len(lines) == 3, out

@@ -29,6 +29,7 @@ def train(precision: Precision, checkpoint_dir: Path | None = None) -> dict[str,
     return gpt.train(
         NUM_UPDATES,
         3,
+        global_batch_size=16,
         num_files=3,
         checkpoint_dir=checkpoint_dir,
         save_every="2 updates",

@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ import torch
 import ddpilot
 from examples import contrastive, digits_loop, digits_plain, gan, gpt
 from tests.dist import gpt_runs
-from tests.dist.training.bodies import launch
+from tests.dist.training.bodies import make_launcher
+from tests.preload import PRELOAD, SKLEARN, WITH_SKLEARN
 from tests.soak import IS_SOAK, soak
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DDPILOT = Path(sys.executable).with_name("ddpilot")
+
+
+def launch(num_ranks: int, fn: Any, *args: Any) -> Any:
+    """What every rank returned; scikit-learn is imported once for all."""
+    launcher = replace(make_launcher(num_ranks), preload=(*PRELOAD, *SKLEARN), env=WITH_SKLEARN)
+    return launcher.run(fn, *args)
 
 
 def train_small(folder: Path | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import ddpilot
 from examples import raw_ddp
 from tests.dist.launching.scripts import Outcome, finish, started
+from tests.preload import PRELOAD
 from tests.soak import soak
 
 SCRIPT = Path(raw_ddp.__file__)
@@ -29,7 +30,7 @@ def train_in_float64(*args: Any) -> dict[str, Any]:
 
 def launch(num_ranks: int, fn: Any, *args: Any) -> Any:
     """What every rank returned."""
-    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=60).run(fn, *args)
+    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=60, preload=PRELOAD).run(fn, *args)
 
 
 def run(folder: Path, *words: object, **environment: str) -> Outcome:

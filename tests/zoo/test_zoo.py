@@ -15,7 +15,7 @@ from tests.zoo.watched import judge, read_case, read_cases, run_case, run_watche
 
 HERE = Path(__file__).parent
 CASES = read_cases(HERE / "cases")
-CONTROLS = read_cases(HERE / "controls")[:: 1 if IS_SOAK else 6]
+CONTROLS = read_cases(HERE / "controls")[1::6] if not IS_SOAK else read_cases(HERE / "controls")
 NUM_AT_ONCE = 8
 NUM_LAUNCHES = 3
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -28,9 +29,12 @@ from ddpilot.diagnose.ranks import check_values, examine_rank
 from ddpilot.findings.finding import Finding
 from ddpilot.launching.rank_environment import count_cores
 from tests.dist.forked import start_forked
+from tests.dist.in_process import Run, run_command
 from tests.dist.launching.scripts import finish, started
 from tests.dist.run.commands import TORCHRUN
 from tests.ports import kept_port
+
+__all__ = ["run_command"]
 
 SLOW = "DDP807"
 """Speed is judged on a busy machine, too."""
@@ -41,21 +45,18 @@ def codes(found: Any) -> set[str]:
     return {finding.code for finding in found.findings} - {SLOW}
 
 
-def run_command(
+def run_doctor(
     *words: object, environ: Mapping[str, str] | None = None, around: tuple[object, ...] = ()
 ) -> tuple[int, dict[str, Any]]:
-    """Exit status and JSON of `ddpilot doctor`."""
-    command = [*around, sys.executable, "-m", "ddpilot", "doctor", "--json", *words]
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    """Exit status and JSON of `ddpilot doctor`, which is forked from this process if nothing is `around` it."""
+    command = [*map(str, around), sys.executable, "-m", "ddpilot", "doctor", "--json", *map(str, words)]
+    env = {**os.environ, **(environ or {})}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    start = functools.partial(subprocess.Popen, command, env=env, text=True)
+    with start(**streams) if around else start_forked(command, env, **streams) as process:
+        shown, errors = process.communicate(timeout=100)
+    assert shown, errors
+    return process.returncode, json.loads(shown)
 
 
 def found_by_check(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -128,7 +129,7 @@ def test_faults_of_a_machine_are_found_together_and_its_ranks_still_run(tmp_path
         'head -c 1048576 /dev/zero > $0/data && ulimit -n 1000 && exec "$@"'
     )
     job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(busy_port)}
-    status, report = run_command(
+    status, report = run_doctor(
         *("-n", 2, "--checkpoint-dir", tmp_path),
         around=("unshare", "-m", "sh", "-c", script, tmp_path),
         environ={
@@ -158,29 +159,15 @@ def test_a_rank_that_never_comes_is_named() -> None:
     """Rank 0 of 2 alone, as srun starts it: rank 1 is missing after the time that it may take."""
     with kept_port() as port:
         job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-        status, report = run_command("--nodes", "--timeout-s", 2, environ={**job, "MASTER_ADDR": "127.0.0.1"})
+        job |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        status, report = run_doctor("--nodes", "--timeout-s", 2, environ=job)
     code, text = found_by_check(report)["joined"]
     assert (status, code) == (1, "DDP105")
     assert text.startswith("rank 1 of 2 did not come within 2 s; there are rank 0 (")
 
 
-@pytest.mark.timeout(150)
-def test_ranks_of_torchrun_are_one_job_of_which_rank_0_speaks() -> None:
-    """One JSON report, and status 0; the port is that of torchrun's agent."""
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "ddpilot", "doctor", "--nodes", "--json"]
-    with started([*TORCHRUN, *words], Path.cwd(), os.environ) as process:
-        done = finish(process, 120)
-    assert done.code == 0, done.out + done.err
-    report = json.loads(done.out)
-    lines = {line["check"]: line["found"] for line in report["lines"]}
-    assert report["title"] == "doctor: 2 ranks on 1 node"
-    assert lines["topology"].startswith("rank 0 of 2 on 1 node(s): torchrun's variables: RANK=0, WORLD_SIZE=2")
-    assert lines["master_port"].endswith("is the launcher's")
-    assert lines["joined"].startswith("2 ranks joined")
-
-
-TWICE = """
-import os
+TWICE_AND_COMMAND = """
+import os, runpy, sys
 import ddpilot
 before = dict(os.environ)
 found = [ddpilot.doctor(nodes=True, checkpoint_dir=os.environ["FOLDER"]) for _ in range(2)]
@@ -188,19 +175,48 @@ assert dict(os.environ) == before
 assert found[0].ranks != found[1].ranks
 assert [len(each.ranks) for each in found] == [2, 2]
 print("rank", os.environ["RANK"], [each.exit_status for each in found], found[0].is_shown, flush=True)
+sys.argv = ["ddpilot", "doctor", "--nodes", "--json"]
+runpy.run_module("ddpilot", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.timeout(150)
-def test_the_function_returns_the_same_on_all_ranks_and_can_be_called_again(tmp_path: Path) -> None:
-    """In a script under torchrun; variables stay as they were."""
-    script = tmp_path / "twice.py"
-    script.write_text(TWICE)
-    words = ["--standalone", "--nproc-per-node", "2", str(script)]
-    with started([*TORCHRUN, *words], tmp_path, {**os.environ, "FOLDER": str(tmp_path)}) as process:
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
+    """What a job of torchrun prints, and the report of the command: on its ranks the function runs twice, and then
+    the command, as by `torchrun -m ddpilot doctor`.
+    """
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "twice.py").write_text(TWICE_AND_COMMAND)
+    words = ["--standalone", "--nproc-per-node", "2", "twice.py"]
+    with started([*TORCHRUN, *words], folder, {**os.environ, "FOLDER": str(folder)}) as process:
         done = finish(process, 120)
     assert done.code == 0, done.out + done.err
-    assert sorted(done.out.splitlines()) == ["rank 0 [0, 0] True", "rank 1 [0, 0] False"]
+    lines = done.out.splitlines()
+    is_of_script = [line.startswith("rank ") for line in lines]
+    report = "\n".join(line for line, is_it in zip(lines, is_of_script, strict=True) if not is_it)
+    return [line for line, is_it in zip(lines, is_of_script, strict=True) if is_it], json.loads(report)
+
+
+@pytest.mark.timeout(150)
+def test_ranks_of_torchrun_are_one_job_of_which_rank_0_speaks(
+    under_torchrun: tuple[list[str], dict[str, Any]],
+) -> None:
+    """One JSON report, and status 0; the port is that of torchrun's agent."""
+    _, report = under_torchrun
+    lines = {line["check"]: line["found"] for line in report["lines"]}
+    assert report["title"] == "doctor: 2 ranks on 1 node"
+    assert lines["topology"].startswith("rank 0 of 2 on 1 node(s): torchrun's variables: RANK=0, WORLD_SIZE=2")
+    assert lines["master_port"].endswith("is the launcher's")
+    assert lines["joined"].startswith("2 ranks joined")
+
+
+@pytest.mark.timeout(150)
+def test_the_function_returns_the_same_on_all_ranks_and_can_be_called_again(
+    under_torchrun: tuple[list[str], dict[str, Any]],
+) -> None:
+    """In a script under torchrun; variables stay as they were."""
+    printed, _ = under_torchrun
+    assert sorted(printed) == ["rank 0 [0, 0] True", "rank 1 [0, 0] False"]
 
 
 @pytest.mark.timeout(150)
@@ -244,7 +260,7 @@ def test_a_rank_that_loses_rank_0_says_so() -> None:
             )
             for rank in "01"
         ]
-        while not is_connected(ranks[1].pid, port):
+        while not has_accepted(ranks[0].pid, ranks[1].pid, port):
             assert ranks[1].poll() is None
             time.sleep(0.1)
         time.sleep(0.5)
@@ -257,20 +273,20 @@ def test_a_rank_that_loses_rank_0_says_so() -> None:
     assert said.startswith("rank 1 lost the store of rank 0")
 
 
-def is_connected(pid: int, port: int) -> bool:
-    """True if the process has a connection to `port`."""
-    connections = psutil.Process(pid).net_connections("tcp")
-    return any(getattr(each.raddr, "port", 0) == port and each.status == "ESTABLISHED" for each in connections)
+def has_accepted(server: int, client: int, port: int) -> bool:
+    """True if the process `server`, which listens on `port`, has accepted a connection of the process `client`."""
+    own = {getattr(each.laddr, "port", 0) for each in psutil.Process(client).net_connections("tcp")}
+    accepted = psutil.Process(server).net_connections("tcp")
+    return any(getattr(each.raddr, "port", -1) in own and each.laddr.port == port for each in accepted)
 
 
-def test_a_rank_is_told_to_use_nodes() -> None:
+def test_a_rank_is_told_to_use_nodes(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ddpilot doctor` under srun would start ranks in each task: status 2, and what to type."""
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_TASKS": "2"}
     task = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    command = [sys.executable, "-m", "ddpilot", "doctor"]
-    done = subprocess.run(
-        command, env={**os.environ, **job, **task}, capture_output=True, text=True, timeout=60, check=False
-    )
+    for name, value in (job | task).items():
+        monkeypatch.setenv(name, value)
+    done = run_command("doctor")
     assert done.returncode == 2
     assert "this process is itself a rank: srun set SLURM_PROCID=0" in done.stderr
     assert "`ddpilot doctor --nodes`" in done.stderr
@@ -283,7 +299,7 @@ def test_a_slow_link_is_found_for_the_group_and_the_pair(tmp_path: Path) -> None
     around = ("unshare", "-n", "sh", "-c", script, "sh")
     if subprocess.run([*around, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("network namespaces with a limited rate cannot be made here")
-    status, report = run_command("-n", 2, "--workers", 0, "--checkpoint-dir", tmp_path, around=around)
+    status, report = run_doctor("-n", 2, "--workers", 0, "--checkpoint-dir", tmp_path, around=around)
     found = found_by_check(report)
     assert status == 0
     for check in ("all_reduce_speed", "pair_speed"):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,7 +20,10 @@ from ddpilot.diagnose.ranks import examine_rank
 from ddpilot.errors import LaunchError
 from tests.dist.diagnose import ladder_programs as programs
 from tests.dist.diagnose import verify_programs
+from tests.dist.in_process import Run, run_command
 from tests.soak import soak
+
+__all__ = ["run_command"]
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -33,21 +35,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def run_command(folder: Path, text: str, *words: object, **variables: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, JSON and stderr of `ddpilot doctor train.py -n 2`."""
-    path = write(folder, text)
-    command = [sys.executable, "-m", "ddpilot", "doctor", path.name, "-n", 2, "--workers", 0, "--json", *words]
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=160,
-        check=False,
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout), done.stderr
+WORDS = ("doctor", "train.py", "-n", "2", "--workers", "0", "--json")
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +82,12 @@ def items(found: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 def test_a_right_script_passes_all_rungs_and_no_run_is_made_twice(tmp_path: Path) -> None:
     """Its own words reach it; exit status 0; no point is wrong; four runs and one group of the machine's doctor."""
-    status, found, shown = run_command(tmp_path, programs.RIGHT, "--updates", 3, "--", 1)
-    assert status == 0, found
+    write(tmp_path, programs.RIGHT)
+    command = [sys.executable, "-m", "ddpilot", *WORDS, "--updates", "3", "--", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=160, check=False)
+    assert done.stdout, done.stderr
+    found, shown = json.loads(done.stdout), done.stderr
+    assert done.returncode == 0, found
     assert [rung["status"] for rung in found["rungs"]] == ["ok"] * len(RUNGS)
     by_letter = {rung["rung"]: rung["evidence"] for rung in found["rungs"]}
     assert by_letter["a"].startswith("3 updates on cpu; loss ")
@@ -133,10 +125,13 @@ def test_a_program_without_updates_fails_at_a(tmp_path: Path) -> None:
     assert finding_in(found)["summary"] == "on 1 rank no optimizer made a step"
 
 
-def test_a_wrong_environment_fails_at_b(tmp_path: Path) -> None:
+def test_a_wrong_environment_fails_at_b(tmp_path: Path, run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that does not exist."""
-    status, found, _ = run_command(tmp_path, programs.RIGHT, "--updates", 1, MASTER_ADDR="no-such-host.invalid")
-    assert status == 1
+    write(tmp_path, programs.RIGHT)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    done = run_command(*WORDS, "--updates", 1)
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
     assert [rung["status"] for rung in found["rungs"][:3]] == ["ok", "wrong", "not reached"]
     (finding,) = found["rungs"][1]["findings"]
     assert finding["code"] == "DDP104"
@@ -267,10 +262,8 @@ def test_counts_that_cannot_be_are_refused(options: dict[str, Any], said: str) -
         check_program("train.py", **options)
 
 
-def test_options_of_the_machine_alone_are_refused(tmp_path: Path) -> None:
+def test_options_of_the_machine_alone_are_refused(tmp_path: Path, run_command: Run) -> None:
     """Status 2 and what to leave out."""
-    path = write(tmp_path, programs.RIGHT)
-    command = [sys.executable, "-m", "ddpilot", "doctor", str(path), "--no-live"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_command("doctor", write(tmp_path, programs.RIGHT), "--no-live")
     assert done.returncode == 2
     assert "found: `--no-live`" in done.stderr

@@ -3,13 +3,28 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
+from ddpilot.diagnose.verify import target
 from ddpilot.diagnose.verify.verify import verify
+from ddpilot.repeated_runs import RepeatedLauncher
 from tests.dist.diagnose import verify_libraries
+from tests.preload import PRELOAD
 from tests.soak import often
 
 pytestmark = pytest.mark.timeout(240)
+LIBRARIES = ("tests.notebook.shims.sitecustomize", "accelerate", "transformers.trainer")
+"""Imported once for all ranks: Transformers takes each 2 s."""
+
+
+@pytest.fixture(autouse=True)
+def libraries_are_imported(shared_rank_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the rank server, but for Lightning."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # else that of scipy starts a thread, and ranks are not forked
+    with_libraries = functools.partial(RepeatedLauncher, preload=(*PRELOAD, *LIBRARIES))
+    monkeypatch.setattr(target, "RepeatedLauncher", with_libraries)
 
 
 @often("with_transformers")

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from ddpilot import RankError, Session
+from tests.conftest import TORCHMETRICS_ALONE
 
-SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
 SET_UP = """
 import logging, warnings
 warnings.simplefilter("ignore")
@@ -39,8 +37,7 @@ def loader(): return DataLoader(data, batch_size=4)
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     """Two ranks with the app."""
-    path = os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH"))))
-    with Session(2, apps=("lightning",), output="silent", env={"PYTHONPATH": path}) as session:
+    with Session(2, apps=("lightning",), output="silent", env=TORCHMETRICS_ALONE) as session:
         session.execute(SET_UP)
         yield session
 

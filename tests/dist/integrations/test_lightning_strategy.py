@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import COLLECT
-from tests.dist.launching.scripts import finish, run_script, running, wait_until
+from tests.conftest import COLLECT, TORCHMETRICS_ALONE
+from tests.dist.launching.scripts import Outcome, finish, run_script, running, wait_until
 from tests.soak import often
 
-SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
-ENV = {"PYTHONPATH": os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH"))))}
+ENV = {
+    **TORCHMETRICS_ALONE,
+    "OMP_NUM_THREADS": "1",
+}  # which Lightning sets later, and then ranks need another rank server
 pytestmark = pytest.mark.timeout(300)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -91,22 +92,30 @@ print("the end", file=sys.stderr, flush=True)
 """
 
 
-def told(*sources: str, folder: Path, library: str = "lightning", **how: Any) -> list[dict[str, Any]]:
-    """The objects that `sources` printed, one each, one after the other in one process."""
-    source = "".join((SET_UP, *sources)).replace("LIBRARY", library)
-    outcome = run_script(source, folder, env=ENV, limit_s=240, **how)
+def program(*sources: str, library: str = "lightning") -> str:
+    """`sources` one after the other, each of which prints an object."""
+    return "".join((SET_UP, *sources)).replace("LIBRARY", library)
+
+
+def told(outcome: Outcome) -> list[dict[str, Any]]:
+    """The objects that were printed."""
     lines = [line for line in outcome.out.splitlines() if line.startswith("told ")]
-    assert len(lines) == len(sources), outcome
     return [json.loads(line.removeprefix("told ")) | {"stderr": outcome.err} for line in lines]
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the programs below told, which share a process: to import Lightning there and in its rank server takes
-    6 s.
+    """What the programs below told, which share a process: Lightning is imported there, and in its rank server. The
+    last is interrupted when its ranks train.
     """
-    programs = {"train": TRAIN, "errors": ERRORS, "again": AGAIN, "mapped": MAPPED}
-    return dict(zip(programs, told(*programs.values(), folder=tmp_path_factory.mktemp("here")), strict=True))
+    programs = {"train": TRAIN, "errors": ERRORS, "again": AGAIN, "mapped": MAPPED, "stopped": STOPPED}
+    folder = tmp_path_factory.mktemp("here")
+    with running(program(*programs.values()), folder, env=ENV) as process:
+        wait_until(lambda: all((folder / f"{rank}.there").exists() for rank in range(2)), limit_s=200)
+        process.send_signal(signal.SIGINT)
+        outcome = finish(process)
+    assert outcome.code == 0, outcome
+    return dict(zip(programs, told(outcome), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +123,8 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same script, where torchrun has started the ranks, and how they end: they collect garbage at exit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(COLLECT)
-        (facts,) = told(TRAIN + MORE_DEVICES + TELL_PAUSES, folder=tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
+        source, folder = program(TRAIN, MORE_DEVICES, TELL_PAUSES), tmp_path_factory.mktemp("torchrun")
+        (facts,) = told(run_script(source, folder, env=ENV, limit_s=240, module=TORCHRUN))
     return facts
 
 
@@ -140,7 +150,9 @@ def test_strategy_trains_as_torchrun_does(
     under_torchrun: dict[str, Any], here: dict[str, dict[str, Any]], library: str, tmp_path: Path
 ) -> None:
     """The same losses and weights, without a fork of the parent, which did not use CUDA; predictions in order."""
-    ours = here["train"] if library == "lightning" else told(TRAIN, folder=tmp_path, library=library)[0]
+    ours = here["train"]
+    if library != "lightning":
+        (ours,) = told(run_script(program(TRAIN, library=library), tmp_path, env=ENV, limit_s=240))
     same = ("weights", "valid", "known", "steps")
     assert [ours[name] for name in same] == [under_torchrun[name] for name in same]
     assert ours["losses"] == pytest.approx(under_torchrun["losses"], rel=1e-5)
@@ -310,15 +322,9 @@ tell(stopped=stopped, trained=len(net.losses), handled=signal.getsignal(signal.S
 """
 
 
-def test_ctrl_c_ends_the_ranks_and_leaves_the_process_usable(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_ranks_and_leaves_the_process_usable(here: dict[str, dict[str, Any]]) -> None:
     """Lightning would leave the process with exit code 1, and ignore every later Ctrl-C."""
-    source = (SET_UP + STOPPED).replace("LIBRARY", "lightning")
-    with running(source, tmp_path, env=ENV) as process:
-        wait_until(lambda: all((tmp_path / f"{rank}.there").exists() for rank in range(2)), limit_s=60)
-        process.send_signal(signal.SIGINT)
-        outcome = finish(process, limit_s=60)
-    assert outcome.code == 0, outcome.err
-    facts = json.loads(outcome.out.splitlines()[-1].removeprefix("told "))
+    facts = here["stopped"]
     assert facts["stopped"].startswith("the launch of `Trainer.fit` was stopped: rank 0 ")
     assert facts["trained"] == 3
     assert facts["handled"]

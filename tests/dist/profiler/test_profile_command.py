@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.forked import start_forked
 from tests.dist.in_process import Run, run_command
 
 __all__ = ["run_command"]
@@ -114,7 +115,7 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path, run_command: Run) ->
     empty.write_text("import torch\nprint('nothing')\n")
     assert "too few updates" in refusal(empty, "-n", 1)
     broken = tmp_path / "broken.py"
-    broken.write_text("import torch\nraise ValueError('broken')\n")
+    broken.write_text("raise ValueError('broken')\n")
     done = run_command("profile", broken, "-n", 1)
     assert done.returncode != 0
     assert "ValueError: broken" in done.stderr
@@ -123,7 +124,7 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path, run_command: Run) ->
 def test_a_script_that_fails_is_profiled_up_to_then(tmp_path: Path, run_command: Run) -> None:
     """The error is reported after the profile, and the report is written."""
     path = tmp_path / "profile.html"
-    done = run_command("profile", SCRIPT, "-n", 2, "--json", "--html", path, "--", "error")
+    done = run_command("profile", SCRIPT, "-n", 1, "--json", "--html", path, "--", "error")
     assert done.returncode == 2, done.stderr
     found = json.loads(done.stdout)
     assert len(found["seconds"][0]) >= 15
@@ -134,8 +135,8 @@ def test_a_script_that_fails_is_profiled_up_to_then(tmp_path: Path, run_command:
 
 def test_ctrl_c_ends_the_script_and_prints_its_profile() -> None:
     """As it ends `tune`: with what is known so far, and the same exit status."""
-    command = [sys.executable, "-m", "ddpilot", "profile", str(SCRIPT), "-n", "2", "--", "interrupt"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "ddpilot", "profile", str(SCRIPT), "-n", "1", "--", "interrupt"]
+    with start_forked(command, os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         while "update 20" not in (line := process.stdout.readline()):
             assert line, "the script has ended before"

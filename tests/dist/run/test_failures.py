@@ -38,14 +38,18 @@ if dist.get_rank() == 1:
     sys.exit(0)
 dist.all_reduce(torch.ones(1))
 """
-ONCE = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-dist.destroy_process_group()  # or gloo may abort at exit
-print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+THREE_FAIL = """
+import os, time
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+if attempt == 0 and rank == 1:
     raise RuntimeError("only the first time")
+if attempt == 0:
+    time.sleep(60)
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1000 if attempt < 3 and rank == 0 else 4))
+dist.destroy_process_group()  # or gloo may abort at exit
+print("attempt", attempt, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
 """
 
 
@@ -96,39 +100,29 @@ def test_run_begins_with_why_a_rank_lost_its_connection(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_run_restarts_all_ranks_and_says_why(tmp_path: Path) -> None:
-    """One line per restart with the rank and its error; the second attempt succeeds, and so does the run."""
-    write(tmp_path, "train.py", ONCE)
-    done = run(tmp_path, "-n", 2, "--max_restarts=2", "train.py")
+def test_run_restarts_all_ranks_and_says_why_with_what_was_proven(tmp_path: Path) -> None:
+    """One line per restart with the rank and its error; a finding follows it, once while attempts fail in the same way.
+
+    The last attempt succeeds, and so does the run.
+    """
+    write(tmp_path, "train.py", THREE_FAIL)
+    done = run(tmp_path, "-n", 2, "--max_restarts=3", "train.py")
     assert done.code == 0
     said = "rank 1 raised RuntimeError: only the first time"
     ahead = [note for note in done.notes() if note.endswith("the report follows once the ranks have exited")]
-    assert all(note.startswith(f"ddpilot: {said}, at {tmp_path / 'train.py'}:8  raise ") for note in ahead)
-    assert [note for note in done.notes() if note not in ahead] == [f"ddpilot: restart 1 of 2: {said}"]
-    assert done.out.count("attempt 1 of 2") + done.out.count("[ranks 0,1] attempt 1 of 2") == 2
-
-
-@pytest.mark.timeout(120)
-def test_run_shows_what_was_proven_about_an_attempt_before_it_restarts(tmp_path: Path) -> None:
-    """Once while attempts fail in the same way, and with the error that ends the run."""
-    write(
-        tmp_path,
-        "train.py",
-        "import os, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        "dist.all_reduce(torch.ones(4 if dist.get_rank() else 1000))\n",
-    )
-    done = run(tmp_path, "-n", 2, "--max_restarts=2", "train.py")
-    assert done.code == 1
-    ahead = "the report follows once the ranks have exited"
-    restart, found, again, report = [note for note in done.notes() if not note.endswith(ahead)]
+    place = f"ddpilot: {said}, at {tmp_path / 'train.py'}:5  raise "
+    assert all(note.startswith(place) for note in ahead if "raised" in note)
+    first, restart, found, again = [note for note in done.notes() if note not in ahead]
+    assert first == f"ddpilot: restart 1 of 3: {said}"
     differs = "collective #0 of the default group differs"
     # The second where the watch looked before gloo aborted the rank.
     whys = ("rank 1 was aborted (SIGABRT)", f"size-mismatch (DDP202): {differs}")
-    assert restart.removeprefix("ddpilot: restart 1 of 2: ").startswith(whys)
+    assert restart.removeprefix("ddpilot: restart 2 of 3: ").startswith(whys)
     assert found.startswith(f"ddpilot: size-mismatch  DDP202  {differs}")
-    assert "train.py:3  dist.all_reduce(" in done.err.partition(found)[2].partition(again)[0]
-    assert again.removeprefix("ddpilot: restart 2 of 2: ").startswith(whys)
-    assert "size-mismatch  DDP202" in done.err.partition(report)[2]
+    assert "train.py:10  dist.all_reduce(" in done.err.partition(found)[2].partition(again)[0]
+    assert again.removeprefix("ddpilot: restart 3 of 3: ").startswith(whys)
+    assert "size-mismatch  DDP202" not in done.err.partition(again)[2]
+    assert done.out.count("attempt 3 of 3") + done.out.count("[ranks 0,1] attempt 3 of 3") == 2
 
 
 @pytest.mark.timeout(120)

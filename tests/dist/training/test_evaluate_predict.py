@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import runpy
 from collections.abc import Iterator
@@ -21,10 +22,10 @@ from ddpilot import FakeGroup, RankError
 from ddpilot.errors import LoopError
 from ddpilot.training.evaluation.predict import read_predictions
 from ddpilot.training.loop import Loop
+from tests.conftest import CHILDREN, TORCHMETRICS_ALONE
 from tests.dist.training.bodies import launch
 from tests.soak import often
 
-SHIM = Path(__file__).parents[2] / "notebook" / "shims" / "sitecustomize.py"
 SIZES = (21, 1, 0, 201)
 
 
@@ -255,7 +256,8 @@ def values_near_probabilities(loop: Loop, loader: Any) -> dict[str, Any]:
 
 def metrics_alone_and_together() -> list[tuple[Any, Any]]:
     """The same for one rank and for all of them; in one launch, since importing torchmetrics takes long."""
-    runpy.run_path(str(SHIM))
+    os.environ.update(TORCHMETRICS_ALONE)
+    runpy.run_path(str(CHILDREN / "sitecustomize.py"))
     return [(metrics_of_torchmetrics(n, FakeGroup()), metrics_of_torchmetrics(n)) for n in (21, 201)]
 
 

@@ -36,7 +36,7 @@ def train(shard: Any, num_epochs: int = 2, **options: Any) -> dict[str, Any]:
     optimizer: Any = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     model, optimizer = loop.prepare(model, optimizer, shard=shard)
     held = sum(one.nbytes for one in map(local, model.parameters()))
-    loader = loop.loader(make_data("gpt", 61), global_batch_size=12, shuffle=True)
+    loader = loop.loader(make_data("gpt", 37), global_batch_size=12, shuffle=True)
     losses, norms = [], []
     for _ in loop.epochs(num_epochs):
         for x, y in loop.batches(loader):

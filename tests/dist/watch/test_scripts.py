@@ -18,6 +18,7 @@ from ddpilot.watch.external.instrumentation import enable_from_environment
 from ddpilot.watch.job_folder import JOBS_VARIABLE, list_jobs
 from tests.dist.launching.scripts import Outcome, finish, run_script, running, wait_until
 from tests.dist.run.commands import environment, run, write
+from tests.soak import often
 
 RUN = ("-m", "ddpilot", "run", "-n", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -74,10 +75,10 @@ def test_run_ends_with_the_finding_and_status_1(tmp_path: Path) -> None:
     (job,) = list_jobs(tmp_path / "jobs")
     assert job[1].name == "script.py"
     assert not job[1].is_running
-    quiet = run_here(LEAVE, tmp_path, "--no-watch")
-    assert quiet.code == 0
-    assert quiet.err == ""
-    assert len(list_jobs(tmp_path / "jobs")) == 1
+    counts = f"import os\nprint(len(os.listdir({str(tmp_path / 'jobs')!r})), os.environ.get('DDPILOT_WATCH'))\n"
+    quiet = run_here(counts, tmp_path, "--no-watch")
+    assert (quiet.code, quiet.err) == (0, "")
+    assert quiet.out.split()[-2:] == ["1", "None"]
 
 
 def test_run_imports_no_torch_before_the_script_does(tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ def test_enable_leaves_nothing_of_a_job_that_ends_well(tmp_path: Path) -> None:
     assert list_jobs(tmp_path / "jobs") == []
 
 
+@often("report-0")  # of ranks that are ended, those of `enable` above
 @pytest.mark.parametrize(("action", "status"), [("report", 0), ("stop", 1)])
 def test_variable_watches_a_script_that_knows_nothing_of_it(action: str, status: int, tmp_path: Path) -> None:
     """The line that the installation puts beside the package, in a folder that Python reads such files of.
