@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from ddpilot import Launcher
-from tests.accelerator import SITE, environment, training, why_not
+from tests.accelerator import SITE, environment, masked_environment, training, why_not
 from tests.preload import PRELOAD
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
     pytest.mark.timeout(400),
 ]
-NO_DEVICE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +33,7 @@ def launch(fn: Any, *args: Any) -> Any:
 
 def run_on_cpu(fn: Any) -> Any:
     """What one rank without the device returned."""
-    return Launcher(nproc_per_node=1, timeout_s=300, preload=PRELOAD, env=NO_DEVICE).run(fn)[0]
+    return Launcher(nproc_per_node=1, timeout_s=300, preload=PRELOAD, env=masked_environment()).run(fn)[0]
 
 
 def test_loop_gives_the_numbers_of_the_cpu() -> None:

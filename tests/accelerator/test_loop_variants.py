@@ -11,7 +11,7 @@ import pytest
 
 from ddpilot import Launcher
 from ddpilot.checkpoint.directory import CheckpointDir
-from tests.accelerator import SITE, environment, loops, training, why_not
+from tests.accelerator import SITE, environment, loops, masked_environment, training, why_not
 from tests.preload import PRELOAD
 from tests.soak import soak
 
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
     pytest.mark.timeout(400),
 ]
-NO_DEVICE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +34,7 @@ def launch(fn: Any, *args: Any, num_ranks: int = 2) -> Any:
 
 def run_on_cpu(fn: Any, num_ranks: int = 1) -> Any:
     """What rank 0 of ranks without a device returned."""
-    return Launcher(nproc_per_node=num_ranks, timeout_s=300, preload=PRELOAD, env=NO_DEVICE).run(fn)[0]
+    return Launcher(nproc_per_node=num_ranks, timeout_s=300, preload=PRELOAD, env=masked_environment()).run(fn)[0]
 
 
 @soak
