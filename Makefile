@@ -65,7 +65,7 @@ pictures: $(BROWSER_READY) ## draw docs/pictures anew, from real runs and a real
 	$(BIN)/python -m tests.browser.chromium
 	$(BIN)/python -m pictures $(NAMES)
 
-test: $(READY) ## every test, with a seeded tenth of the soak
+test: $(READY) ## every test, with a seeded part of the soak
 	@$(COMPILE_CHANGED)
 	status=0; $(PYTEST) $(ALONE) || status=$$?; \
 	$(PYTEST) -n 3 $(BY_FILE) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) \

@@ -40,7 +40,7 @@ from pathlib import Path
 
 from tests.accelerator.build import library, why_not
 
-__all__ = ["environment", "library", "why_not"]
+__all__ = ["environment", "library", "masked_environment", "why_not"]
 
 SITE = Path(__file__).parent / "site"
 """The folder that makes `import torch` load the device, as an installed accelerator package does."""
@@ -55,3 +55,8 @@ def environment(num_devices: int = 2) -> dict[str, str]:
         "EMU_NUM_DEVICES": str(num_devices),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
     }
+
+
+def masked_environment() -> dict[str, str]:
+    """The variables of `environment`, with no device visible: ranks compute on the CPU, forked from the same server."""
+    return {**environment(), "EMU_VISIBLE_DEVICES": ""}

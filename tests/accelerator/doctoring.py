@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from ddpilot.cli.app import main
 
@@ -23,6 +25,15 @@ def _check(folder: Path, text: str) -> str:
     os.chdir(folder)
     sys.argv[:] = ["ddpilot", "doctor", "train.py", "-n", "2", "--updates", "2", "--workers", "0", "--json"]
     printed = folder / "printed"
-    with printed.open("w") as file, contextlib.redirect_stdout(file), contextlib.suppress(SystemExit):
+    few = mock.patch("ddpilot.diagnose.doctor._examine", examine_with_small_messages)
+    with printed.open("w") as file, contextlib.redirect_stdout(file), few, contextlib.suppress(SystemExit):
         main()
     return printed.read_text()
+
+
+def examine_with_small_messages() -> Any:
+    """Examine a rank as the doctor does. 256 MB, which show a GPU's link, take the emulated one 4 s of each rank."""
+    from ddpilot.diagnose import ranks
+
+    ranks._DEVICE_SIZES = ranks._CPU_SIZES
+    return ranks.examine_rank(10.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops that the ranks of `test_loop_variants.py` run: fp16, streams, and a save for which memory ran out."""
+"""Loops that the ranks of `test_loop.py` run: fp16, streams, and a save for which memory ran out."""
 
 from __future__ import annotations
 

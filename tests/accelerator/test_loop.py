@@ -3,38 +3,38 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpilot import Launcher
-from tests.accelerator import SITE, environment, training, why_not
+from ddpilot.checkpoint.directory import CheckpointDir
+from tests.accelerator import SITE, environment, loops, masked_environment, training, why_not
 from tests.preload import PRELOAD
+from tests.soak import soak
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
     pytest.mark.timeout(400),
 ]
-NO_DEVICE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks find the device through this process's `sys.path` and environment."""
+def _site_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks find modules where this process does."""
     monkeypatch.syspath_prepend(str(SITE))
-    for name, value in environment(2).items():
-        monkeypatch.setenv(name, value)
 
 
-def launch(fn: Any, *args: Any) -> Any:
-    """What each of two ranks returned, which have a device each."""
-    return Launcher(nproc_per_node=2, timeout_s=300, preload=PRELOAD).run(fn, *args)
+def launch(fn: Any, *args: Any, num_ranks: int = 2) -> Any:
+    """What each rank returned, which have a device each."""
+    return Launcher(nproc_per_node=num_ranks, timeout_s=300, env=environment(num_ranks), preload=PRELOAD).run(fn, *args)
 
 
-def run_on_cpu(fn: Any) -> Any:
-    """What one rank without the device returned."""
-    return Launcher(nproc_per_node=1, timeout_s=300, preload=PRELOAD, env=NO_DEVICE).run(fn)[0]
+def run_on_cpu(fn: Any, num_ranks: int = 1) -> Any:
+    """What rank 0 of ranks without a device returned."""
+    return Launcher(nproc_per_node=num_ranks, timeout_s=300, preload=PRELOAD, env=masked_environment()).run(fn)[0]
 
 
 def test_loop_gives_the_numbers_of_the_cpu() -> None:
@@ -71,7 +71,7 @@ def test_a_nan_is_reported_on_all_ranks_and_never_reaches_the_weights() -> None:
 
 def test_a_loss_with_ignored_targets_and_no_count_is_refused_once_the_device_has_come_to_it() -> None:
     """Within the pass, for its first batch; the host does not wait for it."""
-    ((num, said),) = Launcher(nproc_per_node=1, timeout_s=300, preload=PRELOAD).run(training.train_on_ignored_targets)
+    ((num, said),) = launch(training.train_on_ignored_targets, num_ranks=1)
     assert num <= 8
     assert "in batch 0 of epoch 0: the loss contains a cross entropy that ignores targets of -100 and" in said
 
@@ -90,3 +90,49 @@ def test_memory_that_runs_out_is_known_on_all_ranks() -> None:
         assert all(peak > 0 for peak in found["peaks"])
         assert "memory ran out: emu:" in found["said"]
         assert "GiB, of which this process holds" in found["said"]
+
+
+@soak
+def test_loop_on_four_ranks_gives_the_numbers_of_the_cpu() -> None:
+    """An MLP and a small GPT, float64: losses and weights agree to 1e-10 on all ranks."""
+    expected = run_on_cpu(training.train_kinds)
+    for learnt in launch(training.train_kinds, num_ranks=4):
+        for kind in training.KINDS:
+            seen, known = learnt[kind], expected[kind]
+            assert seen["losses"] == pytest.approx(known["losses"], rel=1e-10), kind
+            for name, weight in known["weights"].items():
+                assert (seen["weights"][name] - weight).norm() / weight.norm() < 1e-10, (kind, name)
+
+
+def test_fp16_skips_the_updates_that_overflow_and_makes_those_of_the_cpu() -> None:
+    """The scale falls alike on all ranks, and the weights are the CPU's."""
+    expected = run_on_cpu(training.train_in_fp16, num_ranks=2)
+    assert expected["done"][0] is False
+    assert expected["done"][-1] is True
+    for found in launch(training.train_in_fp16):
+        assert found["done"] == expected["done"]
+        assert found["weights"] == pytest.approx(expected["weights"], rel=1e-3)
+
+
+def test_fp16_steps_two_optimizers_on_one_backward_and_waits_once_for_each() -> None:
+    """Each weight moves by the rate, clipped by the rate over the norm of both: none is unscaled twice."""
+    for plain, clipped in launch(loops.step_two_both_ways):
+        assert plain["weights"] == pytest.approx([0.9] * 2, abs=1e-3)
+        assert clipped["weights"] == pytest.approx([1 - 0.1 / math.sqrt(2)] * 2, abs=1e-3)
+        assert plain["waits"] == clipped["waits"] == {"item": 2}
+
+
+def test_a_step_on_a_stream_makes_the_host_wait_for_nothing() -> None:
+    """What ranks exchange of each update travels from the CPU, over gloo."""
+    assert list(launch(loops.count_waits_with_a_stream)) == [{}, {}]
+
+
+def test_a_save_that_fails_on_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    """A save is made without memory that can be locked; an error of the device is told to all, and no rank waits."""
+    for number, said in launch(loops.save_without_memory, tmp_path):
+        assert number == 4
+        assert "an illegal memory access was encountered" in said
+    with CheckpointDir(tmp_path) as checkpoints:
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.manifest.progress.step == 3

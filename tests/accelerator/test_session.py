@@ -177,3 +177,18 @@ def test_random_faults_are_the_same_each_time_and_of_every_kind() -> None:
     for part, faults in FAULTS.items():
         assert draw_faults(PART, 2 + 2 * (part % 2), seed=part) == faults
         assert {fault.kind for fault in faults} == {"raise", "late", "skip", "kill", "stop", "hang"}
+
+
+def test_a_cell_is_interrupted_before_the_wait_that_freeing_ends_returns(session: Session, view: Kept) -> None:
+    """`item()` returns without an error once the collective is aborted; its number reaches no line of the cell."""
+    # The first two steps agree on DDP's buckets, for which the host waits in the forward pass.
+    session.execute(MODEL + "for _ in range(4): step().item()\nseen = []")
+    with pytest.raises(RankError, match="rank 1 raised ValueError: boom"):
+        session.execute(
+            "if rank == 1:\n    time.sleep(1)\n    raise ValueError('boom')\nloss = step()\nseen.append(loss.item())"
+        )
+    assert session.pull("seen") == [[], []]
+    began_s = time.monotonic()
+    session.execute(HEALTHY)
+    assert time.monotonic() - began_s < 10
+    assert not [note for note in view.notes if note.startswith("killing")]

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import ddpilot
 from ddpilot.checkpoint.directory import CheckpointDir
-from tests.accelerator import SITE, environment, why_not
+from tests.accelerator import SITE, environment, masked_environment, why_not
 from tests.accelerator.trainers import Limits, Places, Wide, data_with_nan, evaluate_then_fit, make_adam, make_noisy
 from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer, train_plainly
 from tests.preload import BESIDES_TRAINER, PRELOAD
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-NO_DEVICE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-13)
 
 
@@ -117,8 +116,9 @@ def test_an_update_of_trainer_makes_the_host_wait_for_nothing() -> None:
 
 def test_a_trainer_on_a_rank_keeps_its_optimizer_when_it_is_asked_before_it_trains() -> None:
     """Parameters stay the same objects when the model moves, also to a device that torch does not know itself."""
-    on_cpu = ddpilot.Launcher(nproc_per_node=1, timeout_s=100, env=NO_DEVICE, preload=PRELOAD)
-    ((_, expected),) = on_cpu.run(evaluate_then_fit)
+    on_cpu = ddpilot.Launcher(nproc_per_node=1, timeout_s=100, env=masked_environment(), preload=PRELOAD)
+    ((place, expected),) = on_cpu.run(evaluate_then_fit)
+    assert place == "cpu"
     found = replace(launcher(2), nproc_per_node=2, preload=PRELOAD).run(evaluate_then_fit)
     for place, weights in found:
         assert place == "emu"

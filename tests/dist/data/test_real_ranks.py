@@ -9,11 +9,12 @@ import pytest
 
 from ddpilot import Launcher
 from tests.dist.data.bodies import SIZE, read_everything, use_workers
+from tests.preload import PRELOAD
 
 
 def launch(num_ranks: int, fn: Any, *args: Any) -> list[Any]:
     """What every rank returned, in at most 100 seconds."""
-    return list(Launcher(nproc_per_node=num_ranks, timeout_s=100).run(fn, *args))
+    return list(Launcher(nproc_per_node=num_ranks, timeout_s=100, preload=PRELOAD).run(fn, *args))
 
 
 @pytest.fixture(scope="module")

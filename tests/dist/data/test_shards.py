@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ddpilot
+from tests.preload import BESIDES_TRAINER, PRELOAD
 
 BATCH_SIZE, NUM_LANES, NUM_UPDATES, STOP = 7, 3, 19, 5
 LENGTHS = [20, 3, 0, 31, 9]
@@ -91,7 +92,7 @@ def train(folder: Path, checkpoint_dir: Path | None, num_updates: int, num_worke
 
 def launch(num_ranks: int, *args: Any) -> Any:
     """What rank 0 returns, and all ranks alike."""
-    found = list(ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=100).run(train, *args))
+    found = list(ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=100, preload=PRELOAD).run(train, *args))
     for losses, weights, error in found[1:]:
         assert (losses, error) == (found[0][0], found[0][2])
         same(weights, found[0][1], rtol=0, atol=0)
@@ -106,12 +107,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def by_hand() -> tuple[list[float], torch.Tensor]:
+    """What one process makes of the files, in plain PyTorch."""
+    launcher = ddpilot.Launcher(nproc_per_node=1, timeout_s=100, preload=PRELOAD)
+    return launcher.run(train_by_hand)[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(("ranks", "num_workers"), [((1, 3), 0), ((3, 2), 2), ((2, 1), 0)])
 def test_resumed_run_has_the_numbers_of_one_process(
-    folder: Path, tmp_path: Path, ranks: tuple[int, int], num_workers: int
+    folder: Path,
+    by_hand: tuple[list[float], torch.Tensor],
+    tmp_path: Path,
+    ranks: tuple[int, int],
+    num_workers: int,
 ) -> None:
     """Two epochs, stopped within the first and continued at another number of ranks; lengths are unknown."""
-    losses, weights = ddpilot.Launcher(nproc_per_node=1, timeout_s=100).run(train_by_hand)[0]
+    losses, weights = by_hand
     before, *_ = launch(ranks[0], folder, tmp_path, STOP, num_workers)
     after, own_weights, error = launch(ranks[1], folder, tmp_path, NUM_UPDATES, num_workers)
     assert [*before, *after] == list(range(1, NUM_UPDATES + 1))
@@ -132,7 +144,10 @@ def test_trainer_reads_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for num_ranks in (1, 3):
         data = ddpilot.JsonLinesShards(folder / "*.jsonl*", transform=make_sample)
         trainer = ddpilot.Trainer(
-            make_model(), nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+            make_model(),
+            nn.functional.mse_loss,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            launcher=ddpilot.Launcher(timeout_s=100, preload=BESIDES_TRAINER),
         )
         history = trainer.fit(
             data, data, epochs=2, global_batch_size=BATCH_SIZE, nproc_per_node=num_ranks, progress=False

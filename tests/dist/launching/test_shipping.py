@@ -7,6 +7,7 @@ import enum
 import functools
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from ddpilot import Launcher, RankError, ShipError
-from ddpilot.launching.rank_server.client import server_pids, stop_servers
+from ddpilot.launching.rank_server.client import server_pids
 from tests.dist.launching.scripts import run_script
 
 QUIET = Launcher(nproc_per_node=2, output="silent", timeout_s=60)
@@ -125,16 +126,17 @@ def test_launch_leaves_the_parent_s_globals_alone(tmp_path: Path) -> None:
 
 def test_launch_names_what_cannot_be_pickled_before_any_process_starts() -> None:
     """ "What cannot be pickled is named by its path, before any rank starts"; not even a rank server is."""
-    stop_servers()
+    before = server_pids()
+    launcher = replace(QUIET, env={"TORCH_OF_NO_SERVER": "1"})  # for which no server has been started
     loader = Counter(1)
     loader.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(ShipError, match=r"starting 2 ranks of `Counter.add`: `fn.__self__.lock` \(_thread.lock\)"):
-        QUIET.run(loader.add, 1)
+        launcher.run(loader.add, 1)
     with pytest.raises(ShipError, match=r"`args\[0\]\['loader'\].lock`"):
-        QUIET.run(print, {"loader": loader})
+        launcher.run(print, {"loader": loader})
     with pytest.raises(ShipError, match=r"`kwargs\['data'\]` \(builtins.generator\)"):
-        QUIET.run(dict, data=(number for number in range(3)))
-    assert server_pids() == ()
+        launcher.run(dict, data=(number for number in range(3)))
+    assert server_pids() == before
 
 
 def test_launch_names_a_result_that_cannot_be_pickled() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from ddpilot import Launcher, LaunchError
 from tests.dist.launching.scripts import is_alive, run_script, wait_until
+from tests.soak import often
 
 SCRIPT = """
 import functools
@@ -71,7 +72,8 @@ def test_launch_takes_functions_that_decorators_of_a_module_wrapped(tmp_path: Pa
     ]
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+@often(">&- 2>&-")
+@pytest.mark.parametrize("closed", [">&- 2>&-", ">&-", "2>&-"])
 def test_launch_works_where_the_parent_has_no_stdout_or_stderr(tmp_path: Path, closed: str) -> None:
     """A service may have closed them; Python has None for the stream then."""
     source = (

@@ -25,6 +25,12 @@ for step in range(100000):
         print("step", step, flush=True)
     time.sleep(0.01)
 """
+WAITS = """
+import time
+print("step 20", flush=True)
+time.sleep(1000)
+"""
+"""For what the agents find out between them: a rank that imports torch takes 1.3 s."""
 RAISES = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -138,7 +144,7 @@ def test_run_refuses_a_node_that_is_there_already(nodes: TwoNodes) -> None:
 @pytest.mark.timeout(180)
 def test_run_ends_both_nodes_when_the_link_is_cut(nodes: TwoNodes, tmp_path: Path) -> None:
     """Named on both sides in seconds, ended on both after --node-timeout, and no process is left."""
-    (tmp_path / "train.py").write_text(STEPS)
+    (tmp_path / "train.py").write_text(WAITS)
     a, b = start_both(nodes, "--node-timeout", 8, tmp_path / "train.py")
     a.wait_for("step 20", LIMIT_S)
     nodes.cut()

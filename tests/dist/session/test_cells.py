@@ -17,9 +17,9 @@ from tests.dist.session.conftest import Kept, stopping_once_noted
 Start = Callable[..., Session]
 
 
-def test_cells_share_a_namespace_with_rank_world_size_device_and_group(start: Start, view: Kept) -> None:
+def test_cells_share_a_namespace_with_rank_world_size_device_and_group(lent: Start, view: Kept) -> None:
     """Variables set by one cell are available in the next one, per rank, next to the session's four names."""
-    session = start(2)
+    session = lent(2)
     session.execute("mine = rank * 10")
     session.execute("print(mine, world_size, device, group.rank, group.world_size)")
     assert view.texts == {0: "0 2 cpu 0 2\n", 1: "10 2 cpu 1 2\n"}
@@ -35,9 +35,9 @@ def test_execute_runs_on_chosen_ranks_alone(start: Start, view: Kept) -> None:
     assert view.texts == {0: "True\n", 1: "False\n", 2: "True\n"}
 
 
-def test_results_streams_and_c_output_arrive_from_every_rank(start: Start, view: Kept) -> None:
+def test_results_streams_and_c_output_arrive_from_every_rank(lent: Start, view: Kept) -> None:
     """A last expression, stdout, stderr, a subprocess and output of C code."""
-    session = start(2)
+    session = lent(2)
     session.execute(
         "import os, sys\nprint('out'); print('err', file=sys.stderr)\n"
         "os.write(1, b'from C\\n'); os.system('echo child')\n6 * 7"
@@ -48,26 +48,26 @@ def test_results_streams_and_c_output_arrive_from_every_rank(start: Start, view:
         assert {b"from C", b"child"} <= set(view.raws[rank].splitlines())
 
 
-def test_a_quiet_cell_shows_nothing(start: Start, view: Kept) -> None:
+def test_a_quiet_cell_shows_nothing(lent: Start, view: Kept) -> None:
     """Output and result are not shown; variables are set."""
-    session = start(2)
+    session = lent(2)
     session.execute("print('noise'); kept = 1; kept", quiet=True)
     assert not view.texts
     assert not view.messages
     assert session.pull("kept") == [1, 1]
 
 
-def test_every_line_of_many_arrives(start: Start, view: Kept) -> None:
+def test_every_line_of_many_arrives(lent: Start, view: Kept) -> None:
     """100,000 lines of each rank, complete and in order."""
-    session = start(2)
+    session = lent(2)
     session.execute("for number in range(100_000): print(number)")
     wanted = "".join(f"{number}\n" for number in range(100_000))
     assert view.texts == {0: wanted, 1: wanted}
 
 
-def test_an_error_names_rank_cell_and_line(start: Start, view: Kept) -> None:
+def test_an_error_names_rank_cell_and_line(lent: Start, view: Kept) -> None:
     """The traceback is that of the cell, and the view shows it before the exception is raised."""
-    session = start(2)
+    session = lent(2)
     with pytest.raises(RankError, match="rank 1 raised ZeroDivisionError: division by zero") as caught:
         session.execute("a = 1\nif rank == 1:\n    a / 0", cell=7)
     assert "Cell In[7], line 3" in str(caught.value)
@@ -88,35 +88,35 @@ def test_an_error_names_rank_cell_and_line(start: Start, view: Kept) -> None:
     ],
 )
 def test_a_cell_that_cannot_run_is_an_error_and_the_next_one_runs(
-    start: Start, view: Kept, code: str, found: str
+    lent: Start, view: Kept, code: str, found: str
 ) -> None:
     """Also where nothing of the cell was executed."""
-    session = start(2)
+    session = lent(2)
     with pytest.raises(RankError, match=found):
         session.execute(code)
     session.execute("'still here'")
     assert view.results() == {0: "'still here'", 1: "'still here'"}
 
 
-def test_exit_and_quit_end_no_rank(start: Start, view: Kept) -> None:
+def test_exit_and_quit_end_no_rank(lent: Start, view: Kept) -> None:
     """They show how to stop the ranks."""
-    session = start(2)
+    session = lent(2)
     session.execute("exit()")
     session.execute("quit")
     session.execute("group.barrier()")
     assert "session.stop()" in view.texts[0]
 
 
-def test_exit_below_another_line_ends_no_rank_and_is_no_error(start: Start, view: Kept) -> None:
+def test_exit_below_another_line_ends_no_rank_and_is_no_error(lent: Start, view: Kept) -> None:
     """IPython passes its shell to `exit` only in cells of one line; below `%%ddp` there are two."""
-    session = start(1)
+    session = lent(1)
     session.execute("# a comment\nquit()")
     assert "session.stop()" in view.texts[0]
 
 
-def test_semicolon_at_the_end_hides_the_value(start: Start, view: Kept) -> None:
+def test_semicolon_at_the_end_hides_the_value(lent: Start, view: Kept) -> None:
     """As in IPython: also below a cell magic, and a cell without one shows its value again."""
-    session = start(1)
+    session = lent(1)
     for code in ("5;", "%%time\n6;", "'a;'"):
         session.execute(code)
     shown = [message.content["data"]["text/plain"] for message in view.messages if message.kind == "execute_result"]
@@ -134,10 +134,10 @@ def test_cells_find_their_history_and_exit_says_what_it_does(start: Start, view:
     assert "session.stop()" in view.results()[0]
 
 
-def test_an_interrupted_coroutine_is_not_blamed_on_ddpilot(start: Start, view: Kept) -> None:
+def test_an_interrupted_coroutine_is_not_blamed_on_ddpilot(lent: Start, view: Kept) -> None:
     """`asyncio.run` in a cell is an error; Python's warning about the coroutine would name a line of ours."""
     with pytest.raises(RankError, match=r"asyncio\.run\(\) cannot be called"):
-        start(1).execute("import asyncio\nasync def wait(): pass\nasyncio.run(wait())")
+        lent(1).execute("import asyncio\nasync def wait(): pass\nasyncio.run(wait())")
     assert "never awaited" not in "".join(view.texts.values())
 
 
@@ -179,10 +179,10 @@ def test_pdb_on_waits_for_a_person_and_debug_says_what_to_do(start: Start, view:
         ("x = 1\n%%ddp --ranks 0\ny = 1", "`%%ddp --ranks 0` is in a cell that already runs on the ranks"),
     ],
 )
-def test_magics_of_the_notebook_say_where_they_belong(start: Start, view: Kept, code: str, answer: str) -> None:
+def test_magics_of_the_notebook_say_where_they_belong(lent: Start, view: Kept, code: str, answer: str) -> None:
     """Neither exists on the ranks; IPython would report an unknown magic."""
     with pytest.raises(RankError) as caught:
-        start(1).execute(code)
+        lent(1).execute(code)
     assert answer in str(caught.value)
     assert view.texts == {}
 
@@ -196,9 +196,9 @@ def test_sys_exit_is_an_error_with_its_line(start: Start, view: Kept) -> None:
     assert view.texts == {}
 
 
-def test_cells_may_await_and_use_magics(start: Start, view: Kept) -> None:
+def test_cells_may_await_and_use_magics(lent: Start, view: Kept) -> None:
     """Top-level await, line and cell magics and shell commands work as in a notebook."""
-    session = start(2)
+    session = lent(2)
     session.execute("import asyncio\nawait asyncio.sleep(0.01)\nawaited = True")
     session.execute("%%capture seen\nprint('captured')")
     session.execute("assert awaited and seen.stdout == 'captured\\n'\n!echo shell")
@@ -206,9 +206,9 @@ def test_cells_may_await_and_use_magics(start: Start, view: Kept) -> None:
 
 
 @pytest.mark.parametrize("first", ["", "%matplotlib inline\n"])
-def test_figures_arrive_as_images(start: Start, view: Kept, first: str) -> None:
+def test_figures_arrive_as_images(lent: Start, view: Kept, first: str) -> None:
     """As in a notebook, also without selecting the inline backend."""
-    session = start(2)
+    session = lent(2)
     session.execute(first + "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()", ranks=[1])
     assert any("image/png" in m.content.get("data", {}) for m in view.messages if m.rank == 1)
 
@@ -239,9 +239,9 @@ def test_input_waits_for_the_connection_to_be_asked_over(start: Start, view: Kep
     assert view.texts == {1: "Ada\n"}
 
 
-def test_output_between_cells_is_not_lost(start: Start, view: Kept) -> None:
+def test_output_between_cells_is_not_lost(lent: Start, view: Kept) -> None:
     """Output of a thread after its cell is shown, and a full pipe does not block a rank."""
-    session = start(2)
+    session = lent(2)
     session.execute(
         "import threading, os, time\ndone = threading.Event()\n"
         "def late():\n    time.sleep(0.2); os.write(1, b'x' * 500_000); done.set()\n"
@@ -251,9 +251,9 @@ def test_output_between_cells_is_not_lost(start: Start, view: Kept) -> None:
     assert len(view.raws[0]) == len(view.raws[1]) == 500_000
 
 
-def test_stacks_say_where_ranks_are_now(start: Start) -> None:
+def test_stacks_say_where_ranks_are_now(lent: Start) -> None:
     """The user's frames, by cell and line, also while a rank is stuck in C++; idle if nothing runs."""
-    session = start(2)
+    session = lent(2)
     session.execute("group.barrier()")
     assert session.stacks() == {0: "idle", 1: "idle"}
     found: dict[int, str] = {}
@@ -271,9 +271,9 @@ def test_stacks_say_where_ranks_are_now(start: Start) -> None:
     assert "ipykernel" not in found[0]
 
 
-def test_complete_knows_the_variables_of_a_rank(start: Start) -> None:
+def test_complete_knows_the_variables_of_a_rank(lent: Start) -> None:
     """Names of that rank's namespace; nothing from a dead one."""
-    session = start(2)
+    session = lent(2)
     session.execute("temperature = 1")
     matches, begin, end = session.complete("x = tempera", 11, rank=1)
     assert "temperature" in matches
@@ -299,9 +299,9 @@ def test_wrong_use_says_the_right_use(start: Start) -> None:
         session.execute("1")
 
 
-def test_text_that_utf8_cannot_write_arrives_escaped(start: Start, view: Kept) -> None:
+def test_text_that_utf8_cannot_write_arrives_escaped(lent: Start, view: Kept) -> None:
     """Half a surrogate pair in a line and in an error does not prevent a reply."""
-    session = start(2)
+    session = lent(2)
     session.execute("print('before', chr(0xD800), 'after')")
     assert view.texts[0] == "before \\ud800 after\n"
     with pytest.raises(RankError, match="ValueError: half"):
@@ -309,9 +309,9 @@ def test_text_that_utf8_cannot_write_arrives_escaped(start: Start, view: Kept) -
     session.execute("print('on')")
 
 
-def test_a_result_that_cannot_be_shown_says_why(start: Start, view: Kept) -> None:
+def test_a_result_that_cannot_be_shown_says_why(lent: Start, view: Kept) -> None:
     """The traceback of a `__repr__` that raises is on stderr, as in a notebook; the cell is not a failure."""
-    session = start(2)
+    session = lent(2)
     session.execute("class Odd:\n    def __repr__(self): raise ValueError('bad repr')\nOdd()")
     assert "bad repr" in view.texts[0]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of one's own in a real notebook: its bar, and the stop button, on launched ranks and in a session."""
+"""A loop of one's own in a real notebook: its bar, the stop button, workers; on launched ranks and in a session."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests.notebook.kernels import Kernel
 
 SETUP = """
-import time, torch, ddpilot
-from torch.utils.data import TensorDataset
+import random, time, torch, ddpilot
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 def train(num_epochs=10_000):
     loop = ddpilot.Loop(seed=0)
@@ -28,8 +28,31 @@ def train(num_epochs=10_000):
                 loop.print("update 80 is done", flush=True)
     return model, loop.stop_reasons, loop.num_updates
 
+class Augmented(Dataset):
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, number):
+        return number, random.random() + torch.rand(()).item(), get_worker_info() is not None
+
+def collate(samples):
+    return [list(column) for column in zip(*samples)]
+
+def read(num_workers):
+    loop = ddpilot.Loop(seed=3)
+    options = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "collate_fn": collate}
+    loader = loop.loader(Augmented(), global_batch_size=4, shuffle=True, **options)
+    seen = []
+    for _ in loop.epochs(2):
+        for batch in loop.batches(loader):
+            seen += [sorted(zip(*loop.gather({"ids": batch[0], "drawn": batch[1]}).values()))]
+            assert all(batch[2]) == (num_workers > 0) or not batch[2]
+    return seen
+
+torch.ones(300, 300) @ torch.ones(300, 300)
 %load_ext ddpilot
 %ddp start -n 2
+alone = ddpilot.launch(read, 0, nproc_per_node=1)[0]
 """
 
 LAUNCHED = """
@@ -48,10 +71,16 @@ output.backward()
 print(f"{output.item() < 1e-3} {model.module.weight.tolist()}")
 """
 
+READ_LAUNCHED = "print('launched', ddpilot.launch(read, 2, nproc_per_node=2)[1] == alone, len(alone))"
 
-@pytest.fixture
+READ_IN_SESSION = """%%ddp
+print("in a session", read(1) == alone)
+"""
+
+
+@pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    """With two ranks, and the function."""
+    """With two ranks, and the functions. torch was used here, and what one rank without workers reads is `alone`."""
     kernel = Kernel()
     try:
         done = kernel.run(SETUP)
@@ -80,3 +109,13 @@ def test_the_stop_button_ends_a_loop_after_the_update_and_keeps_its_model(kernel
     assert len(used.by_rank) == 2
     assert used.by_rank[0] == used.by_rank[1]
     assert used.by_rank[0][0].startswith("True [[")
+
+
+@pytest.mark.timeout(150)
+def test_workers_read_a_dataset_from_a_cell_on_launched_ranks_and_in_a_session(kernel: Kernel) -> None:
+    """The same samples, augmented alike, as one rank without workers reads; they do read in workers."""
+    assert kernel.run("%ddp push Augmented collate read alone").error == ""
+    launched = kernel.run(READ_LAUNCHED)
+    assert launched.stdout == "launched True 6\n", launched.error
+    in_session = kernel.run(READ_IN_SESSION)
+    assert in_session.by_rank == {rank: ["in a session True"] for rank in (0, 1)}, in_session.error
