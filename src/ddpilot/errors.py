@@ -99,14 +99,14 @@ def did_you_mean(
     """Return "Did you mean `...`?" with the names in `known` that are most similar to `name`, or "" if none is similar.
 
     Names that contain all of a name of several words come first: "global_batch_size" for "batch_size"; then those that
-    one slip of the keyboard turns into `name`, and those that begin with it.
+    one slip of the keyboard turns into `name`, and, with a `cutoff` below `MISSPELT`, those that begin with it.
     `show`: how a name is written; `cutoff`: the similarity that other names need, 0 to 1; `num`: how many to show at
     most.
     """
     known = list(known)
     longer = [each for each in known if "_" in name and name in each]
     slips = [each for each in known if _is_slip(name, each)]
-    begun = [each for each in known if len(name.lstrip("-")) > 2 and each.startswith(name)]
+    begun = [each for each in known if cutoff < MISSPELT and len(name.lstrip("-")) > 2 and each.startswith(name)]
     near = list(dict.fromkeys([*longer, *slips, *begun, *difflib.get_close_matches(name, known, num, cutoff)]))[:num]
     return f"Did you mean {' or '.join(map(show, near))}?" if near else ""
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from ddpilot.errors import DataError, DdpilotError, GroupError, LaunchError, LoopError, WatchError, did_you_mean
+from ddpilot.errors import (
+    MISSPELT,
+    DataError,
+    DdpilotError,
+    GroupError,
+    LaunchError,
+    LoopError,
+    WatchError,
+    did_you_mean,
+)
 from ddpilot.launching.exception_report import user_traceback
 from tests.unit.magics.samples import ipython_shell
 
@@ -107,3 +116,4 @@ def test_did_you_mean_names_the_nearest() -> None:
         assert did_you_mean(name, ["time", "nodes"], cutoff=0.9) == "Did you mean `time`?"
     assert did_you_mean("batch_size", ["batch_split", "global_batch_size"]) == "Did you mean `global_batch_size`?"
     assert did_you_mean("--log", ["--lag-s", "--log-folder"]) == "Did you mean `--log-folder`?"  # as begun
+    assert did_you_mean("--mem", ["--mem-per-gpu"], cutoff=MISSPELT) == ""  # an option of sbatch
