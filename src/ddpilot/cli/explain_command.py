@@ -87,6 +87,12 @@ def explain(words: str, *, color: bool = False) -> str:
                 found="no finding has this name, and a file has",
                 fix=f"Read what the file contains: `ddpilot explain - < {shlex.quote(words)}`",
             )
+        if re.fullmatch(r"\S+\.(txt|log|out|err)", words.strip()):
+            raise DdpilotError(
+                f"looking up {_shorten(words)}",
+                found="no finding has this name, and no such file exists",
+                fix="Give the line that names the error, or a file: `ddpilot explain - < FILE`",
+            )
         if len(words.split()) == 1:
             return render_page(find_entry(words), color=color)
         raise DdpilotError(

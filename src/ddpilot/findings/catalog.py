@@ -108,7 +108,8 @@ def find_entry(code_or_name: str) -> Entry:
     raise DdpilotError(
         f"looking up {code_or_name!r}",
         found="no finding has this code or name",
-        fix=f"Near it: {', '.join(alike[:8])}" if alike else "`ddpilot explain` lists all of them",
+        fix=(f"Similar: {', '.join(alike[:8])}. " if alike else "")
+        + "Give the whole line of an error, in quotes; `ddpilot explain` lists all findings",
     )
 
 

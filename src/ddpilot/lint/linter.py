@@ -117,7 +117,9 @@ def read_text(path: Path) -> str:
 
 
 def find_files(paths: Iterable[str], exclude: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the scripts and notebooks of `paths`, folders recursively, without hidden folders and `exclude`.
+    """Yield the scripts and notebooks of `paths`, folders recursively.
+
+    Without hidden folders, virtual environments and `exclude`.
 
     `exclude`: patterns of paths or of parts of them. Raises `DdpilotError` for a path that does not exist.
     """
@@ -135,7 +137,9 @@ def find_files(paths: Iterable[str], exclude: Sequence[str] = ()) -> Iterator[st
 
 
 def _is_skipped(folder: str, name: str, exclude: Sequence[str]) -> bool:
-    return name.startswith(".") or name in _SKIPPED_FOLDERS or _is_excluded(os.path.join(folder, name), exclude)
+    path = os.path.join(folder, name)
+    is_environment = os.path.isfile(os.path.join(path, "pyvenv.cfg"))
+    return is_environment or name.startswith(".") or name in _SKIPPED_FOLDERS or _is_excluded(path, exclude)
 
 
 def _is_excluded(path: str, exclude: Sequence[str]) -> bool:

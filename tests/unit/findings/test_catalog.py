@@ -125,7 +125,7 @@ def test_fix_in_rank_is_a_section_of_its_own_or_the_first_fix() -> None:
 
 def test_find_entry_names_what_is_near() -> None:
     """An unknown code lists those of the same hundred."""
-    with pytest.raises(DdpilotError, match="Near it: .*DDP308 unused-parameters"):
+    with pytest.raises(DdpilotError, match="Similar: .*DDP308 unused-parameters"):
         find_entry("DDP399")
 
 

@@ -91,7 +91,8 @@ def test_options_are_read_from_the_nearest_pyproject(tmp_path: Path) -> None:
 
 def test_files_are_scripts_and_notebooks_outside_hidden_and_excluded_folders(tmp_path: Path) -> None:
     """A file that is named is always checked; a path that does not exist is an error."""
-    for name in ("a.py", "b.ipynb", "c.txt", ".venv/d.py", "old/e.py", "sub/f.py", "__pycache__/g.py"):
+    left_out = (".venv/d.py", "old/e.py", "__pycache__/g.py", "env/h.py", "env/pyvenv.cfg")
+    for name in ("a.py", "b.ipynb", "c.txt", "sub/f.py", *left_out):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     found = [Path(each).relative_to(tmp_path).as_posix() for each in find_files([str(tmp_path)], ["old"])]

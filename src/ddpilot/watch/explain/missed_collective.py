@@ -37,8 +37,9 @@ FIXES = {
     "DDP204": "use one reduce-op on all ranks; results computed with two are wrong, so resume from before it",
     "DDP205": "pass the same `src` or `dst` on all ranks: the root's rank, not this rank's",
     "DDP206": "use the groups in the same order on all ranks",
-    "DDP207": "give every rank the same number of batches (DistributedSampler, `drop_last=True`, ddpilot's Loop), or "
-    "run the loop in `with Join([model]):`",
+    "DDP207": "divide the dataset with DistributedSampler or ddpilot's Loop; if each rank has its own data, run the "
+    "loop in `with Join([model]):`, or stop all ranks after the smallest number of batches (all_reduce it with "
+    "ReduceOp.MIN)",
     "DDP208": "decide on all ranks together: all_reduce the flag, and leave on all of them after the same step",
     "DDP210": "skip the batch on all ranks together (all_reduce a flag before backward); an error has to end all ranks",
     "DDP211": "run `model.module(...)` there, which calls no collective, or run the DDP model on all ranks",

@@ -103,6 +103,8 @@ class ObserverProcess:
                 return False
         observer.stop()
         observer.finish(is_caused=self._has_ended_ranks)
+        if self._has_errors and not self._has_ended_ranks:
+            _print(f"`ddpilot watch {self._folder.name}` shows this report again")
         if self._connection is not None:
             observer.send_final()
             self._close_connection()

@@ -45,7 +45,7 @@ EPOCHS = Cause(
     "DDP325",
     "gradients are the same on all ranks, and the ranks began a new epoch at different steps: what the program does "
     "between two epochs, such as a step of the schedule, happened at a different step on each",
-    "Give every rank the same number of batches in each epoch (DistributedSampler, `drop_last=True`), or use a "
+    "Give every rank the same number of batches in each epoch (DistributedSampler, or ddpilot's Loop), or use a "
     "number of steps that is the same on all ranks",
 )
 UNKNOWN = Cause("DDP320")
@@ -59,7 +59,8 @@ NEVER_WRAPPED = Cause("DDP324")
 _INIT = "Wrap the model in DDP, after `ddpilot.init_group()` or `dist.init_process_group()`; or use ddpilot.Loop"
 NO_GROUP = NEVER_WRAPPED._replace(
     why="no rank has a process group, and no model is wrapped in DDP: each rank trains its own model",
-    fix=f"{_INIT}. If each rank should train its own model, as in cross-validation, use a different seed on each",
+    fix=f"{_INIT}; and divide the data (DistributedSampler). If each rank should train its own model, as in "
+    "cross-validation, set a different seed on each",
 )
 COPIES = NEVER_WRAPPED._replace(
     why="no rank has a process group, and no model is wrapped in DDP: each rank repeats the same training on the same "

@@ -404,7 +404,7 @@ class Comparison:
         return make_finding(
             cause.code,
             severity="warning" if may_be_meant else None,
-            summary=_summary(first, proof, skipped),
+            summary=_summary(cause, first, proof, skipped),
             ranks=left_out or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps)),
             line=place_of(_site(cause, self, first, proof)),
             evidence=tuple(_evidence(cause, self, first, proof)),
@@ -417,16 +417,19 @@ _EVENTS = {"F": "forward", "f": "forward in no_sync", "B": "backward", "b": "bac
 _MAX_NAMED = 3
 
 
-def _summary(first: MatchedStep, proof: MatchedStep, skipped: Skipped | None) -> str:
+def _summary(cause: Cause, first: MatchedStep, proof: MatchedStep, skipped: Skipped | None) -> str:
     if skipped is not None:
         others, ranks = render_ranks(skipped.taken_by), render_ranks(skipped.ranks)
         return f"step {skipped.number}: {others} called optimizer.step(), {ranks} did not"
+    if cause is causes.NO_GROUP:
+        return f"{render_ranks(proof.steps)} train separate models, without a process group"
+    if cause is causes.COPIES:
+        same = f"parameters and gradients are the same at step {proof.number}"
+        return f"{render_ranks(proof.steps)} repeat the same training, without a process group: {same}"
     if first.difference.gradients:
         return f"gradients differ between ranks at step {first.number}" + (
             f", parameters at step {proof.number}" if proof.difference.parameters else ""
         )
-    if not proof.difference.parameters:
-        return f"parameters and gradients are the same on {render_ranks(proof.steps)} at step {proof.number}"
     what = f"parameters differ between ranks before step {proof.number}"
     return f"{what}, gradients do not" if first.is_seen else f"{what}, the last"
 

@@ -340,7 +340,7 @@ def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_oth
     assert run(Job(2, key=free), 5).finish() == ["DDP324"]
     (finding,) = run(Job(2, key=free), NUM_FREE_STEPS + 1).said
     assert finding.severity == "warning"
-    assert "use a different seed on each" in finding.fix
+    assert "set a different seed on each" in finding.fix
     assert run(Job(2, key=free, reduced=64), NUM_FREE_STEPS + 40).finish() == []
     apart = Job(2, key=free)
     for rank in range(2):
@@ -388,6 +388,7 @@ def test_divergence_without_a_process_group_is_found_where_models_begin_equal_or
     """Models that the program seeds by rank, or gives other learning rates, are a search or an ensemble."""
     (finding,) = run(Job(2, key=NO_GROUP), LOCAL_STEPS + 1, seq=-1).said
     assert (finding.code, finding.ranks) == ("DDP324", (0, 1))
+    assert finding.summary == "ranks 0,1 train separate models, without a process group"
     assert finding.why.startswith("no rank has a process group")
     assert "init_group()" in finding.fix
     assert train_apart(is_seeded=False).finish() == ["DDP324"]
@@ -417,7 +418,7 @@ def test_divergence_without_a_process_group_finds_ranks_that_repeat_the_same_tra
     assert [finding.code for finding in job.said] == early
     assert job.finish() == late
     for finding in job.said:
-        assert "the same on ranks 0,1" in finding.summary
+        assert finding.summary.startswith("ranks 0,1 repeat the same training")
         assert "repeats the same training" in finding.why
 
 
