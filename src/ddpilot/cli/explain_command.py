@@ -105,7 +105,7 @@ def explain(words: str, *, color: bool = False) -> str:
 
 
 def _next_step(entry: Entry) -> str:
-    """What to run with only a message: the page does not say which rank and line caused it."""
+    """Return the commands that name the rank and the line, which a message alone does not."""
     if "watch" not in entry.found_by:
         return ""
     return (

@@ -47,7 +47,7 @@ class CellResult:
 
     `profile`: where the time of the cell's updates went, if `execute` was called with `profile=True` and the cell made
     at least 6 updates. It displays itself in a notebook and as text, and has `plot()`, `to_html(path)` and `summary`.
-    `no_profile`: a sentence that explains why there is no profile although it was requested.
+    `no_profile`: the reason if a profile was requested and there is none.
     """
 
     ranks: tuple[int, ...]

@@ -35,9 +35,9 @@ _MIN_PART = 4
 def find_job(word: str) -> tuple[Path, JobInfo]:
     """Return the job that `word` names: by its id or a part of it, the pid of one of its processes, or its folder.
 
-    A part is the beginning or the end of an id, of at least four characters, as git takes it: "1" begins every id of
-    three months. The processes of a job are its ranks, the processes that started them, and those that the ranks have
-    started. Raises `DdpilotError` if no job matches, or more than one does.
+    A part is the beginning or the end of an id, of at least four characters as in git: "1" would match every job from
+    October to December. The processes of a job are its ranks, the processes that started them, and those that the ranks
+    have started. Raises `DdpilotError` if no job matches, or more than one does.
     """
     if os.sep in word and Path(word).is_dir():
         return Path(word), read_job_info(Path(word))

@@ -56,16 +56,18 @@ NO_BACKWARD = Cause(
     "Call `loss.backward()` instead of `torch.autograd.grad`; or all-reduce these gradients before the step",
 )
 NEVER_WRAPPED = Cause("DDP324")
-_INIT = "Wrap the model in DDP, after `ddpilot.init_group()` or `dist.init_process_group()`; or use ddpilot.Loop"
+_WRAP = (
+    "Wrap the model in DDP, after `ddpilot.init_group()` or `dist.init_process_group()`, and divide the data by a "
+    "DistributedSampler; or use ddpilot.Loop, which does both"
+)
 NO_GROUP = NEVER_WRAPPED._replace(
     why="no rank has a process group, and no model is wrapped in DDP: each rank trains its own model",
-    fix=f"{_INIT}; and divide the data (DistributedSampler). If each rank should train its own model, as in "
-    "cross-validation, set a different seed on each",
+    fix=f"{_WRAP}. If each rank should train its own model, as in cross-validation, set a different seed on each",
 )
 COPIES = NEVER_WRAPPED._replace(
     why="no rank has a process group, and no model is wrapped in DDP: each rank repeats the same training on the same "
     "batches",
-    fix=f"{_INIT}; `DistributedSampler` or `loop.loader` gives each rank its part of the data",
+    fix=_WRAP,
 )
 DROPPED = Cause(
     NEVER_WRAPPED.code,
