@@ -12,10 +12,11 @@ PAIRS :=
 PYTEST := $(BIN)/python -m pytest
 # `make setup EXTRAS=dev,browser` installs at once what `make test-browser` would add.
 EXTRAS := dev
-# pip compiles all files on one core; what cannot be compiled is some package's example of that. Ours too: hundreds of
-# processes of the tests import it, and where PYTHONDONTWRITEBYTECODE is set each would compile it anew.
+# pip compiles all files on one core; what cannot be compiled is some package's example of that, and a third is hardly ever
+# imported. Ours too: hundreds of processes of the tests import it, and where PYTHONDONTWRITEBYTECODE is set each would
+# compile it anew.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(tests|transformers/models|moto)/' $(VENV)/lib src || true
 # What has changed since: ranks import modules of the tests too. The rest are programs of which tests list the folders.
 COMPILE_CHANGED := $(BIN)/python -m compileall -qq -j 0 -x '/(cases|controls|corpus|fixable|fixtures)/' \
 	src tests benchmarks examples || true
@@ -54,6 +55,7 @@ $(READY): pyproject.toml constraints.txt
 		echo "      Install one (Debian and Ubuntu: apt install python3-venv), or say which: make PYTHON=/path/to/python" >&2; \
 		exit 1; fi; \
 	if [ ! -x $(BIN)/python ]; then echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); fi
+	$(INSTALL) --upgrade pip
 	$(INSTALL) -e '.[$(EXTRAS)]'
 	@$(COMPILE)
 	@touch $(READY) $(if $(findstring browser,$(EXTRAS)),$(BROWSER_READY))

@@ -106,7 +106,7 @@ def with_transformers(*, sums: bool = False) -> None:
     runpy.run_path(str(SHIM))
     from transformers import Trainer, TrainingArguments
 
-    class OfSums(Trainer):
+    class OfSums(Trainer):  # type: ignore[misc]  # mypy does not read transformers
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             return model(**inputs)["loss"] * len(inputs["labels"])
 
