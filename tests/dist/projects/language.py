@@ -74,7 +74,9 @@ def make_bert() -> nn.Module:
 
     sizes: Any = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     rates: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model: nn.Module = BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes, **rates))
+    model: nn.Module = BertForMaskedLM(
+        BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes, **rates)
+    )
     return model
 
 
