@@ -233,8 +233,8 @@ class Loop(LoopCore):
         saved after each epoch. The last one is on disk when the iteration ends. SIGTERM and SIGUSR1 then save a
         checkpoint and raise SystemExit(75) on all ranks, so that a scheduler can requeue the job.
 
-        Raises LoopError without `num` and `max_updates`. If `num` is None, raises it also for an epoch without samples,
-        because training would never end.
+        Raises LoopError without `num` and `max_updates`. If `num` is None, raises it also for an epoch without samples
+        or without `step`, because training would never end.
         """
         return self._passes.epochs(num, max_updates)
 
@@ -373,9 +373,9 @@ class Loop(LoopCore):
         gradients.
 
         Raises LoopError for parameters that belong to no prepared model. In `batches`, raises it also for gradients
-        without any `loop.backward`, and if gradients remain from a backward pass before the last step of a different
-        optimizer. With several ranks, raises it also for gradients of a forward pass that bypassed DDP. If that is
-        intended, call `optimizer.step()`.
+        that no `loop.backward` computed, and if gradients remain from a backward pass before the last step of a
+        different optimizer. With several ranks, raises it also for gradients of a forward pass that bypassed DDP. If
+        that is intended, call `optimizer.step()`.
         """
         return self._steps.step(optimizer, scheduler, closure, ahead)
 

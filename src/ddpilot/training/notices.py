@@ -132,3 +132,13 @@ def empty_epoch_error(epoch: int, max_updates: int | None) -> LoopError:
         fix="If the dataset is a stream, let `__iter__` begin again in each epoch: a generator or an open file that "
         "was read once is empty. Or give a number of epochs.",
     )
+
+
+def no_updates_error(epoch: int, max_updates: int | None) -> LoopError:
+    """Return the error of a training by updates that read an epoch without `Loop.step`."""
+    return LoopError(
+        f"training until `max_updates={max_updates}`",
+        found=f"loop.step() was not called in epoch {epoch}, so that number of updates would never be reached",
+        fix="Write loop.step(optimizer) instead of optimizer.step(), which the loop does not count. Or give a number "
+        "of epochs.",
+    )

@@ -467,16 +467,56 @@ def step_plainly(is_prepared: bool, uses_ddp: bool) -> str:
     return ""
 
 
-def step_plainly_in_each_way() -> list[str]:
-    """The errors."""
-    return [step_plainly(True, True), step_plainly(False, True), step_plainly(True, False)]
+def step_plainly_with_a_closure() -> str:
+    """The same by an optimizer that calls a closure."""
+    loop = Loop(seed=0, progress=False)
+    inner = nn.Linear(2, 1).double()
+    model, optimizer = loop.prepare(inner, torch.optim.LBFGS(inner.parameters(), max_iter=2))
+    try:
+        for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=5)):
+
+            def closure(x: torch.Tensor = x) -> Any:
+                optimizer.zero_grad()
+                loss: Any = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    except LoopError as error:
+        return str(error)
+    return ""
 
 
-def test_plain_backward_and_step_are_refused_if_ddp_averaged_the_gradients() -> None:
+def step_one_of_two_plainly(**options: Any) -> str:
+    """The second model of a batch is trained as without a loop; return the error."""
+    loop = Loop(seed=0, progress=False)
+    inner = [nn.Linear(2, 1).double() for _ in range(2)]
+    steps = [torch.optim.SGD(one.parameters(), lr=0.1) for one in inner]
+    first, second, *steps = loop.prepare(*inner, *steps, **options)
+    try:
+        for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=5)):
+            loop.backward(first(x).square().mean())
+            loop.step(steps[0])
+            second(x).square().mean().backward()
+            steps[1].step()
+            steps[1].zero_grad()
+    except LoopError as error:
+        return str(error)
+    return ""
+
+
+def step_plainly_in_each_way() -> tuple[list[str], list[str]]:
+    """The errors of what is refused, and of what is not."""
+    refused = [step_plainly(True, True), step_one_of_two_plainly(), step_one_of_two_plainly(shard="parameters")]
+    return [*refused, step_plainly_with_a_closure()], [step_plainly(False, True), step_plainly(True, False)]
+
+
+def test_plain_backward_and_step_are_refused_if_the_gradients_were_averaged() -> None:
     """Ranks with unequal parts of a batch would count the same. Other optimizers and other gradients may step."""
-    for rank, found in enumerate(launch_unwatched(2, step_plainly_in_each_way)):
-        assert found[0].startswith(
-            f"[rank {rank}] updating the weights: gradients of Linear are from loss.backward(), "
-        )
-        assert "Write loop.backward(loss) and loop.step(optimizer)" in found[0]
-        assert found[1:] == ["", ""]
+    for rank, (refused, others) in enumerate(launch_unwatched(2, step_plainly_in_each_way)):
+        for found in refused:
+            assert found.startswith(f"[rank {rank}] updating the weights: gradients of ")
+            assert "are from loss.backward(), not loop.backward() (batch 0 of epoch 0)" in found
+        assert "Write loop.backward(loss) and loop.step(optimizer) instead" in refused[0]
+        assert "Write loop.backward(loss) and loop.step(optimizer, closure=closure) instead" in refused[-1]
+        assert others == ["", ""]

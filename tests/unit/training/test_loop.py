@@ -767,3 +767,57 @@ def test_track_refuses_models_per_rank_and_a_function_for_nothing() -> None:
         loop.track(model=nn.Linear(1, 1), per_rank=True)
     with pytest.raises(LoopError, match="`redistribute` without `per_rank=True`"):
         loop.track(generator=torch.optim.lr_scheduler, redistribute=lambda states, rank, world_size: None)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper of an optimizer as many are written: it does not call `Optimizer.__init__`, so it has no hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        """A step."""
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_prepare_takes_a_wrapper_of_an_optimizer_without_hooks(world_size: int) -> None:
+    """On several ranks, too, where steps of other optimizers are checked."""
+    loop = Loop(group=FakeGroup(world_size=world_size))
+    optimizer = Lookahead(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    assert loop.prepare(optimizer) is optimizer
+
+
+def test_step_refuses_gradients_of_a_plain_backward_after_a_backward_of_another_model() -> None:
+    """As of the second model of a GAN: its gradients are not weighted by samples."""
+    loop = Loop(group=FakeGroup(), progress=False)
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    steps = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
+    loop.prepare(first, second, *steps)
+    batches = loop.batches(make_loader(loop))
+    (x,) = next(batches)
+    loop.backward(first(x).square().mean())
+    assert loop.step(steps[0])
+    second(x).square().mean().backward()
+    with pytest.raises(LoopError, match=r"no loop\.backward\(\) computed them in this update \(batch 0 of epoch 0\)"):
+        loop.step(steps[1])
+    steps[1].zero_grad()
+    loop.backward(first(x).square().mean() + second(x).square().mean())
+    assert [loop.step(one) for one in steps] == [True, True]
+
+
+def test_epochs_until_a_number_of_updates_refuse_an_epoch_without_steps() -> None:
+    """The loop does not count `optimizer.step()`, so training would never end."""
+    loop, model, optimizer = make_alone()
+    loader = make_loader(loop)
+    epochs = loop.epochs(max_updates=9)
+    assert next(epochs) == 0
+    train(loop, model, optimizer, loader)
+    assert next(epochs) == 1
+    for (x,) in loop.batches(loader):
+        loop.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(LoopError, match=r"loop\.step\(\) was not called in epoch 1, so that number of updates"):
+        next(epochs)

@@ -76,12 +76,17 @@ class ForwardBypassCheck:
             if parameter.grad is not None and id(parameter) in owners and bool(parameter.grad.any()):
                 raise self._bypassed(owners[id(parameter)])
 
-    def find_reduced(self, parameters: Iterable[nn.Parameter]) -> DistributedDataParallel | None:
-        """Return a DDP model that was called in this update and has the gradient of one of `parameters`, or None."""
+    def find_reduced(self, parameters: Iterable[nn.Parameter]) -> nn.Module | None:
+        """Return a model of which one of `parameters` has a gradient that was averaged over ranks, or None.
+
+        DDP averages the gradients of a model that was called in this update, FSDP2 all gradients. Not collective.
+        """
         given = {id(one) for one in parameters if one.grad is not None}
-        for model, prepared in self._prepared.ddp_models.items():
-            if model.__dict__.get(_NOTE) is not _UNUSED and not prepared.reduced_ids.isdisjoint(given):
-                return model
+        for prepared in self._prepared.models:
+            is_called = prepared.ddp is not None and prepared.ddp.__dict__.get(_NOTE) is not _UNUSED
+            averaged = prepared.trained if prepared.is_sharded else prepared.reduced
+            if (is_called or prepared.is_sharded) and not given.isdisjoint(map(id, averaged.values())):
+                return prepared.module
         return None
 
     def check_all(self, models: Iterable[nn.Module]) -> None:

@@ -12,7 +12,7 @@ from ddpilot.errors import LoopError
 from ddpilot.training.batches import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
 from ddpilot.training.checks.buffers import check_batch_norms
 from ddpilot.training.engine.parts import LoopParts
-from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, user_line
+from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, no_updates_error, user_line
 from ddpilot.training.options import check_goal
 from ddpilot.training.resume.position import describe_data
 
@@ -61,12 +61,15 @@ class Passes:
                 self._checkpointer.leave()
                 return
             position.begin_epoch()
-            before = -1 if position.next_batch else position.samples_seen
+            before = (-1, -1) if position.next_batch else (position.samples_seen, self._updates.num_steps)
             yield position.epoch
             if position.next_batch:  # stopped within the epoch and saved there: a later run resumes it
                 return
-            if num is None and position.samples_seen == before and not self._flags.reasons:
-                raise empty_epoch_error(position.epoch, self._max_updates)
+            if num is None and not self._flags.reasons:
+                if position.samples_seen == before[0]:
+                    raise empty_epoch_error(position.epoch, self._max_updates)
+                if self._updates.num_steps == before[1]:
+                    raise no_updates_error(position.epoch, self._max_updates)
             is_last = self._has_all_updates() or (num is not None and position.epoch + 1 >= num)
             self._checkpointer.end_epoch(is_last=is_last)
         self._parts.join()

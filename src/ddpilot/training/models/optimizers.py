@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import traceback
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -39,7 +40,8 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 def share_state(optimizer: Optimizer, group: GroupLike) -> None:
     """Overwrite the state and the options of `optimizer` with those of rank 0, if any rank has a state. Collective.
 
-    As DDP does with the parameters. Not of an optimizer of which each rank has a shard.
+    As DDP does with the parameters. Not of an optimizer of which each rank has a shard. Options that cannot be pickled,
+    such as functions, are left as they are.
     """
     if group.world_size == 1 or isinstance(optimizer, ShardedState) or has_own_shards(optimizer):
         return
@@ -48,8 +50,13 @@ def share_state(optimizer: Optimizer, group: GroupLike) -> None:
         return
     parameters = _parameters(optimizer)
     state = {number: optimizer.state[one] for number, one in enumerate(parameters) if one in optimizer.state}
-    options = [{name: value for name, value in own.items() if name != "params"} for own in optimizer.param_groups]
-    whole: Any = {"state": state, "options": options}
+    held: dict[Any, Any] = optimizer.state
+    more = {key: value for key, value in held.items() if not isinstance(key, torch.Tensor)}
+    options = [
+        {name: value for name, value in own.items() if name != "params" and _is_picklable(value)}
+        for own in optimizer.param_groups
+    ]
+    whole: Any = {"state": state, "more": more, "options": options}
     devices = [one.device.type for one in iterate_tensors(whole)]
     outline, devices = group.broadcast_object((map_tensors(whole, lambda one: one.to("meta")), devices))
     if not group.is_rank_zero:
@@ -62,10 +69,19 @@ def share_state(optimizer: Optimizer, group: GroupLike) -> None:
     broadcast_tensors(iterate_tensors(whole), group)
     if not group.is_rank_zero:
         optimizer.state.clear()
+        optimizer.state.update(whole["more"])
         for number, values in whole["state"].items():
             optimizer.state[parameters[number]] = values
         for own, values in zip(optimizer.param_groups, whole["options"], strict=True):
             own.update(values)
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        pickle.dumps(map_tensors(value, lambda one: one.to("meta")))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def full_state(thing: Optimizer | nn.Module) -> dict[str, Any]:

@@ -155,6 +155,11 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def has_gradients(optimizer: Optimizer) -> bool:
+    """True if a parameter of `optimizer` has a gradient."""
+    return any(one.grad is not None for one in parameters_of(optimizer))
+
+
 def _reduced(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return {
         name.replace("_orig_mod.", ""): parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -36,9 +37,9 @@ from ddpilot.training.loss_weights import (
     silencing,
 )
 from ddpilot.training.models.comm_hooks import carries_errors, forget_errors
-from ddpilot.training.models.optimizers import clear_gradients
+from ddpilot.training.models.optimizers import clear_gradients, requires_closure
 from ddpilot.training.models.reducer import ReducerErrors
-from ddpilot.training.models.registry import OptimizerRecord, PreparedModel, PreparedObjects
+from ddpilot.training.models.registry import OptimizerRecord, PreparedModel, PreparedObjects, has_gradients
 from ddpilot.training.step.empty_batch import EmptyBatchForward, share_buffers
 
 
@@ -64,6 +65,7 @@ class UpdateState:
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
         self._stepped: set[Optimizer] = set()  # in the current update
+        self._with_gradients: set[Optimizer] = set()  # of `backward`, in the current accumulation group
         self.objective: Objective | None = None
         """The loss of the current update over its backward passes; None unless it is needed."""
         self._is_reduced = False  # the last backward pass is known to have used all parameters
@@ -83,6 +85,8 @@ class UpdateState:
         """The current batch; None outside `batches`."""
         self.is_update = True
         """True if the gradients are complete after this batch; also True outside `batches`."""
+        self.num_steps = 0
+        """Number of steps of all optimizers, including those that fp16 skipped."""
 
     def add_model(self, prepared: PreparedModel) -> None:
         """Record the local gradients of `prepared`, which was just added, before they are all-reduced."""
@@ -107,7 +111,9 @@ class UpdateState:
             if state is not None:
                 state.check_plain_step(stepping)
 
-        optimizer.register_step_pre_hook(check)
+        with suppress(AttributeError):  # a wrapper of an optimizer that does not call Optimizer.__init__ has no hooks
+            optimizer.register_step_pre_hook(check)
+            optimizer.register_step_post_hook(check)  # a closure computes the gradients within the step
 
     def enter(self, batch: CurrentBatch) -> None:
         """Set the current batch."""
@@ -124,6 +130,7 @@ class UpdateState:
             self.bypasses.begin()
         if batch.is_first:
             self._stepped.clear()
+            self._with_gradients.clear()
             self._weights.begin_group()
             self._groups.begin()
             self._leftovers.begin_group()
@@ -178,6 +185,10 @@ class UpdateState:
         self._is_reduced = False
         self._loss = weakref.ref(loss) if is_single else None
         self.has_backward = True
+        without: list[Optimizer] = []
+        if len(self._prepared.optimizers) > 1:
+            without = [one for one in self._prepared.optimizers if one not in self._with_gradients]
+            self._with_gradients.update(without)  # hooks may step within the backward pass
         counts, correction = self._weights.count(losses, self.batch, self.accumulating)
         # A hook that adds what earlier updates have lost needs gradients in their final unit.
         is_before = correction != 1.0 and carries_errors(self.accumulating)
@@ -188,6 +199,8 @@ class UpdateState:
             self._backward(losses, counts, scaler, retain_graph)
         if correction != 1.0 and not is_before:
             self._scale_gradients(correction)
+        if without:
+            self._with_gradients.difference_update(one for one in without if not has_gradients(one))
         if self.objective is not None:
             for one, (num, total) in zip(losses, counts, strict=True):
                 self.objective.add(one.value, num / total if total else 0.0, correction)
@@ -272,6 +285,7 @@ class UpdateState:
 
     def after_step(self, optimizer: Optimizer, own: OptimizerRecord) -> None:
         """Mark the accumulated gradients of `optimizer`, with the record `own`, as applied and cleared."""
+        self.num_steps += 1
         self._groups.note_step(optimizer)
         if self._shared.has_shared:
             self._shared.note_step(optimizer)
@@ -324,7 +338,7 @@ class UpdateState:
         Raises the errors of `complete`, and LoopError if the gradients are not from `backward`, not all-reduced or not
         of this update.
         """
-        self._check_backward(own)
+        self._check_backward(optimizer, own)
         if not has_closure:
             self._leftovers.check(optimizer, own)
             if self._shared.has_shared:
@@ -335,20 +349,21 @@ class UpdateState:
             self._check_finite(own.reduced)
 
     def check_plain_step(self, optimizer: Optimizer) -> None:
-        """Raise LoopError if `optimizer` steps by gradients of `loss.backward()`, which DDP averaged over the ranks.
+        """Raise LoopError if `optimizer` steps by gradients of `loss.backward()`, which were averaged over ranks.
 
         Of ranks with different numbers of samples, their mean is not that over the samples.
         """
-        if self.batch is None or self.has_backward or not self.is_update:
+        if self.batch is None or self._is_from_backward(optimizer) or not self.is_update:
             return
+        call = "loop.step(optimizer, closure=closure)" if requires_closure(optimizer) else "loop.step(optimizer)"
         if (model := self.bypasses.find_reduced(self._prepared.record_of(optimizer).parameters)) is not None:
             raise LoopError(
                 "updating the weights",
                 found=f"gradients of {class_name(model)} are from loss.backward(), not loop.backward() (batch "
-                f"{self.batch.index} of epoch {self.batch.epoch}), so DDP averaged them over ranks instead of samples, "
-                "and the loop does not count the update",
-                fix="Write loop.backward(loss) and loop.step(optimizer) instead of loss.backward() and "
-                "optimizer.step(). To weight the gradients differently, do not prepare the optimizer.",
+                f"{self.batch.index} of epoch {self.batch.epoch}), so they were averaged over ranks instead of "
+                "samples, and the loop does not count the update",
+                fix=f"Write loop.backward(loss) and {call} instead of loss.backward() and optimizer.step(). To weight "
+                "the gradients differently, do not prepare the optimizer.",
                 rank=self._group.rank,
             )
 
@@ -405,13 +420,20 @@ class UpdateState:
             self._finish()
         self._means.check_arrived(waits=True)
 
-    def _check_backward(self, own: OptimizerRecord) -> None:
-        if self.batch is None or self.has_backward:
+    def _is_from_backward(self, optimizer: Optimizer) -> bool:
+        """True if `backward` has computed gradients of `optimizer`, or any, if it is not one of several prepared."""
+        optimizers = self._prepared.optimizers
+        if not self.has_backward or len(optimizers) < 2 or optimizer in self._with_gradients:
+            return self.has_backward
+        return all(one is not optimizer for one in optimizers)
+
+    def _check_backward(self, optimizer: Optimizer, own: OptimizerRecord) -> None:
+        if self.batch is None or self._is_from_backward(optimizer):
             self.bypasses.check(own.parameters)
         elif any(parameter.grad is not None for parameter in own.parameters):
             raise LoopError(
                 "updating the weights",
-                found=f"there are gradients, and no loop.backward() was called for this update (batch "
+                found=f"there are gradients, and no loop.backward() computed them in this update (batch "
                 f"{self.batch.index} of epoch {self.batch.epoch}), so they are not weighted by samples",
                 fix="Write loop.backward(loss) instead of loss.backward(). Apply gradients that were not computed "
                 "through the prepared model by optimizer.step().",

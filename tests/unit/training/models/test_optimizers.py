@@ -91,3 +91,38 @@ def test_share_state_gives_each_rank_the_state_and_options_of_rank_0(make: Any, 
     assert sent == []
     assert str(first.state_dict()) == str(second.state_dict())
     assert second.param_groups[0]["params"] == parameters
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps under a key of its state that is not a parameter, which torch's `state_dict` keeps, too."""
+
+    def step(self, closure: Any = None) -> Any:
+        """One step."""
+        state: Any = self.state
+        state["all"] = {"step": state.get("all", {"step": 0})["step"] + 1, "norm": torch.ones(1)}
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_share_state_keeps_what_belongs_to_no_parameter() -> None:
+    """The ranks would otherwise compute different updates, or raise a KeyError."""
+    sent: list[Any] = []
+    (_, first), (_, second) = train(Counting, 0.1, 2), train(Counting, 0.1, 3)
+    share_state(first, Replaying(0, 2, sent=sent))
+    share_state(second, Replaying(1, 2, sent=sent))
+    state: Any = second.state
+    assert state["all"] == {"step": 2, "norm": torch.ones(1)}
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_share_state_leaves_options_that_cannot_be_pickled() -> None:
+    """A function that a program keeps in a group, for example."""
+    sent: list[Any] = []
+    (_, first), (_, second) = train(torch.optim.Adam, 0.1, 2), train(torch.optim.Adam, 0.2, 3)
+    functions = [lambda: 0, lambda: 1]
+    for optimizer, function in zip((first, second), functions, strict=True):
+        optimizer.param_groups[0]["scale"] = function
+    share_state(first, Replaying(0, 2, sent=sent))
+    assert "lambda" not in str(sent)
+    share_state(second, Replaying(1, 2, sent=sent))
+    assert (second.param_groups[0]["lr"], second.param_groups[0]["scale"]) == (0.1, functions[1])

@@ -161,7 +161,10 @@ def look_at_gradients(parameters: Sequence[Tensor]) -> Looks:
         found: list[tuple[int, int] | None] = []
         for reference in references:  # runs in every backward: a function or comprehension would double its time
             gradient = getattr(reference(), "grad", None)
-            found.append(None if gradient is None else (gradient.data_ptr(), gradient._version))
+            if gradient is None:
+                found.append(None)
+            else:  # a sparse gradient has no address
+                found.append((id(gradient) if gradient.is_sparse else gradient.data_ptr(), gradient._version))
         return found
 
     def has_changed_since(before: list[tuple[int, int] | None]) -> bool:
@@ -170,7 +173,7 @@ def look_at_gradients(parameters: Sequence[Tensor]) -> Looks:
             if gradient is None:
                 if one is not None:
                     return True
-            elif one is None or one != (gradient.data_ptr(), gradient._version):
+            elif one != (id(gradient) if gradient.is_sparse else gradient.data_ptr(), gradient._version):
                 return True
         return False
 

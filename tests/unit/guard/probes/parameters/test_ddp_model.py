@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from ddpilot.guard.probes.parameters.ddp_model import BackwardTracker
+from ddpilot.guard.probes.parameters.ddp_model import BackwardTracker, look_at_gradients
 
 # Events of one optimizer step, and why the last backward was not reduced.
 CASES = {
@@ -60,3 +61,23 @@ def test_reductions_keep_little_of_what_was() -> None:
     assert reductions.num_forwards == 5000
     assert reductions.since(9996) == "FBFB"
     assert len(reductions.since(0)) == 32
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_look_at_gradients_finds_those_that_have_changed(is_sparse: bool) -> None:
+    """Also gradients of an embedding with `sparse=True`, which have no address."""
+    table = torch.nn.Embedding(3, 2, sparse=is_sparse)
+
+    def backward() -> None:
+        table(torch.tensor([0, 2])).sum().backward()
+
+    state, has_changed_since = look_at_gradients([table.weight])
+    seen = [state()]
+    assert not has_changed_since(seen[0])
+    for _ in range(2):
+        backward()
+        assert has_changed_since(seen[-1])
+        seen.append(state())
+        assert not has_changed_since(seen[-1])
+    table.weight.grad = None
+    assert has_changed_since(seen[-1])
