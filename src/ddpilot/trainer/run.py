@@ -17,9 +17,9 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import fork_rng
 from ddpilot.trainer.history import History
 from ddpilot.training.evaluation.evaluate import eval_mode
-from ddpilot.training.interval import EACH_EPOCH, Interval
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.options import EACH_EPOCH, Interval
 from ddpilot.training.step.averaging import WeightAverage
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]

@@ -53,7 +53,7 @@ from ddpilot.training.evaluation.evaluate import predict_batch
 from ddpilot.training.learning_rate import LearningRateSearch, check_range, joint_mean, sweep
 from ddpilot.training.loop import Loop
 from ddpilot.training.loss_weights import add_losses
-from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.ddp import DDPOptions
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.options import CheckpointOptions, keywords_of, naming_arguments
 from ddpilot.training.step.precision import Precision

@@ -19,23 +19,20 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import Loader
 from ddpilot.training.combined import CombinedLoader
 from ddpilot.training.engine.core import LoopCore
-from ddpilot.training.engine.inference import Inference
 from ddpilot.training.engine.optimizer_steps import OptimizerSteps
 from ddpilot.training.engine.parts import LoopParts
-from ddpilot.training.engine.passes import Passes
+from ddpilot.training.engine.passes import Inference, Passes
 from ddpilot.training.engine.preparation import Preparation
-from ddpilot.training.logs.logger import Logger
+from ddpilot.training.logs.loggers import Logger
 from ddpilot.training.loss_weights import add_losses
 from ddpilot.training.models.comm_hooks import Comm
-from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.ddp import DDPOptions
 from ddpilot.training.models.sharding import (
     ParameterSharding,
 )
-from ddpilot.training.notices import locating
+from ddpilot.training.notices import locating, note_failures
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
-from ddpilot.training.resume.failure_note import note_failures
-from ddpilot.training.step.accumulation import Accumulation
-from ddpilot.training.step.accumulation_schedule import Accumulate
+from ddpilot.training.step.accumulation import Accumulate, Accumulation
 from ddpilot.training.step.averaging import Averaging, WeightAverage
 from ddpilot.training.step.precision import Kind
 

@@ -20,11 +20,19 @@ from ddpilot.group.device import broadcast_tensors
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.logs import epoch_row
 from ddpilot.trainer.run import Run, find_inner
-from ddpilot.training.interval import Interval
-from ddpilot.training.logs.logger import numbers
-from ddpilot.training.models.sharding import has_sharded_layer, reshard, sharded_layers
-from ddpilot.training.models.shards import divide_as, gather, has_shards, is_shard, local_part
+from ddpilot.training.logs.loggers import numbers
+from ddpilot.training.models.sharding import (
+    divide_as,
+    gather,
+    has_sharded_layer,
+    has_shards,
+    is_shard,
+    local_part,
+    reshard,
+    sharded_layers,
+)
 from ddpilot.training.models.strategy import strategy_of
+from ddpilot.training.options import Interval
 
 
 class _BestEpoch(Callback):

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.logs import check_every
 from ddpilot.trainer.run import Run
-from ddpilot.training.logs.logger import plain
-from ddpilot.training.models.shards import total_norm
+from ddpilot.training.logs.loggers import plain
+from ddpilot.training.models.sharding import total_norm
 
 
 class _StepMonitor(Callback):

@@ -18,7 +18,7 @@ from ddpilot.trainer.history import measured
 from ddpilot.trainer.losses import LossSums
 from ddpilot.trainer.run import Run, find_inner
 from ddpilot.training.batches import Loader, is_at_end
-from ddpilot.training.interval import EACH_UPDATE
+from ddpilot.training.options import EACH_UPDATE
 from ddpilot.training.step.averaging import WeightAverage
 
 

@@ -29,12 +29,12 @@ from ddpilot.trainer.ranks import group_here
 from ddpilot.trainer.result import FitResult, collect_result
 from ddpilot.trainer.run import Run
 from ddpilot.training.coordination.stop import StopSignals
-from ddpilot.training.interval import EACH_EPOCH
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import ShardedState
-from ddpilot.training.models.shards import has_shards
+from ddpilot.training.models.sharding import has_shards
+from ddpilot.training.options import EACH_EPOCH
 from ddpilot.training.resume.position import describe_data
-from ddpilot.training.step.accumulation_schedule import AccumulationSchedule
+from ddpilot.training.step.accumulation import AccumulationSchedule
 
 
 def fit_on_rank(trainer: TrainerCore, fit: FitOptions) -> FitResult | None:

@@ -13,11 +13,11 @@ from ddpilot.trainer.fit_options import FitOptions
 from ddpilot.trainer.history import History
 from ddpilot.trainer.optimizers import own_attributes, relink, restore_attributes
 from ddpilot.trainer.run import Run, trained_parts
-from ddpilot.training.interval import EACH_UPDATE
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.models.sharding import is_sharded
+from ddpilot.training.options import EACH_UPDATE
 
 
 def prepare_fit(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, FitState]:

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates metrics over a whole dataset, each sample once, at any world_size; default forward functions."""
+"""Evaluates metrics or predicts over a whole dataset, each sample once, at any world_size; forward functions."""
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddpilot.data.nested import to_device
+from ddpilot.data.nested import check_rows, join_named_rows, take_rows, to_device, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, fork_rng
+from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch, Loader, iterate_groups
 from ddpilot.training.evaluation.metrics import (
@@ -142,3 +150,161 @@ def predict_batch(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, list | tuple) and len(batch) == 1:
         return model(batch[0])
     return forward_batch(model, batch)[0] if isinstance(batch, list | tuple | Mapping) else model(batch)
+
+
+_DID = "predicting"
+
+
+def predict(
+    model: nn.Module,
+    loader: Loader,
+    group: GroupLike,
+    *,
+    to: str | os.PathLike[str] | None = None,
+    on_all_ranks: bool = False,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Any:
+    """Implement `Loop.predict`. Collective. An I/O error on rank 0 is raised on all ranks, at the end."""
+    sink: _InMemory | _InFolder | None = None
+    failure: Exception | None = None
+    if group.is_rank_zero or (on_all_ranks and to is None):
+        sink, failure = _open(to)
+    with evaluation_mode(model, group) as inner:
+        for batch in iterate_groups(loader, group, epoch=0):
+            piece = None
+            data = rows_to_run(inner, batch, group)
+            output = None if data is None else (forward or predict_batch)(inner, data)
+            if batch.count:
+                check_rows(output, batch.count, f"{_DID} batch {batch.index}")
+                piece = to_host(output), batch.sample_ids.tolist()
+            given = _exchange(piece, group, on_all_ranks and to is None)
+            pieces = {f"rank {rank}": part for rank, part in enumerate(given) if part is not None}
+            if sink is None or not pieces:
+                continue
+            rows, ids = zip(*pieces.values(), strict=True)
+            joined = join_named_rows(rows, list(pieces), f"{_DID} batch {batch.index}")
+            try:
+                sink.add(joined, [number for some in ids for number in some])
+            except (OSError, LoopError) as error:  # the other ranks continue, and so must this rank
+                sink.discard()
+                sink, failure = None, error
+    return _finish(sink, failure, group, to)
+
+
+def _open(to: str | os.PathLike[str] | None) -> tuple[_InMemory | _InFolder | None, Exception | None]:
+    if to is None:
+        return _InMemory(), None
+    try:
+        return _InFolder(Path(to)), None
+    except (OSError, LoopError) as error:
+        return None, error
+
+
+def _exchange(piece: Any, group: GroupLike, on_all_ranks: bool) -> list[Any]:
+    if group.world_size == 1:
+        return [piece]
+    if on_all_ranks or not isinstance(group, Group):
+        return group.all_gather_object(piece)
+    pieces: list[Any] | None = [None] * group.world_size if group.is_rank_zero else None
+    dist.gather_object(piece, pieces, dst=0, group=group.process_group)
+    return pieces or []
+
+
+def _finish(sink: _InMemory | _InFolder | None, failure: Exception | None, group: GroupLike, to: Any) -> Any:
+    value = None
+    if sink is not None and failure is None:
+        try:
+            value = sink.finish()
+        except OSError as error:
+            sink.discard()
+            failure = error
+    if to is None:
+        if failure is not None:
+            raise failure
+        return value
+    report: tuple[str, str] | None = None  # found and fix, for the error on all ranks
+    if isinstance(failure, LoopError):
+        report = failure.found, failure.fix
+    elif failure is not None:
+        fix = "Pass a directory that does not exist yet and that rank 0 can write to, on a disk with free space."
+        report = f"{type(failure).__name__}: {failure}", fix
+    report = group.broadcast_object(report) if group.world_size > 1 else report
+    if report is not None:
+        raise LoopError(f"{_DID} into {Path(to)}", found=report[0], fix=report[1], rank=0) from failure
+    return Path(to)
+
+
+class _InMemory:
+    """Keeps all outputs in memory."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Any] = []
+        self._sample_ids: list[int] = []
+
+    def add(self, output: Any, sample_ids: list[int]) -> None:
+        self._outputs.append(output)
+        self._sample_ids += sample_ids
+
+    def finish(self) -> Any:
+        """Return all rows in dataset order; None if there were no samples."""
+        if not self._outputs:
+            return None
+        names = [f"batch {number}" for number in range(len(self._outputs))]
+        joined = join_named_rows(self._outputs, names, _DID)
+        rows = sorted(range(len(self._sample_ids)), key=self._sample_ids.__getitem__)
+        return joined if rows == list(range(len(rows))) else take_rows(joined, rows)
+
+    def discard(self) -> None:
+        """Drop all outputs."""
+        self._outputs, self._sample_ids = [], []
+
+
+class _InFolder:
+    """Writes each global batch to a file; the directory is renamed to its final name when it is complete."""
+
+    def __init__(self, folder: Path) -> None:
+        if folder.exists():
+            raise LoopError(_DID, found=f"{folder} exists already", fix="Remove it or choose a different name.")
+        self._folder = folder
+        self._unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+        self._unfinished.mkdir(parents=True)
+        self._last_id = -1
+        self._sizes: list[int] = []
+
+    def add(self, output: Any, sample_ids: list[int]) -> None:
+        if any(number <= before for before, number in pairwise([self._last_id, *sample_ids])):
+            raise LoopError(
+                f"{_DID} into a folder",
+                found="samples that are not in the order of the dataset, in which they have to be written",
+                fix="Use a loader with shuffle=False and without weights.",
+            )
+        data = io.BytesIO()
+        torch.save({"output": output, "sample_ids": sample_ids}, data)
+        # Not written by torch.save, whose error for a full disk only names an unexpected file position.
+        (self._unfinished / _part(len(self._sizes))).write_bytes(data.getbuffer())
+        self._last_id = sample_ids[-1]
+        self._sizes.append(len(sample_ids))
+
+    def finish(self) -> Path:
+        """Rename the directory to its final name and return its path."""
+        (self._unfinished / "sizes.json").write_text(json.dumps(self._sizes))
+        self._unfinished.rename(self._folder)
+        return self._folder
+
+    def discard(self) -> None:
+        """Remove the unfinished directory."""
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+
+
+def read_predictions(folder: str | os.PathLike[str]) -> Iterator[Any]:
+    """Yield the outputs written by `Loop.predict(..., to=folder)`, one global batch at a time, in order.
+
+    Tensors keep their dtypes. Only plain Python objects load (`torch.load` with `weights_only=True`).
+    """
+    sizes = json.loads((Path(folder) / "sizes.json").read_text())
+    for number in range(len(sizes)):
+        yield cast(dict[str, Any], torch.load(Path(folder) / _part(number), weights_only=True))["output"]
+
+
+def _part(number: int) -> str:
+    return f"batch-{number:08d}.pt"

@@ -16,7 +16,7 @@ from ddpilot.errors import LoopError, RemoteRankError
 from ddpilot.group.device import runs_behind
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
-from ddpilot.training.logs.logger import Logger, LogStart
+from ddpilot.training.logs.loggers import Logger, LogStart
 from ddpilot.training.logs.throughput import Throughput, find_peak_flops
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddpilot.training.models.ddp import unwrap
-from ddpilot.training.models.ddp_options import Choice
+from ddpilot.training.models.ddp import Choice, unwrap
 from ddpilot.training.models.sharding import ShardedOutline, is_sharded, reshard, sharded_layers
 
 

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpilot.checkpoint.safetensors_file import plain_names
 from ddpilot.training.models.comm_hooks import average_before_reading
 from ddpilot.training.models.ddp import find_ddp
-from ddpilot.training.models.sharding import has_sharded_layer, reshard, sharded_layers
-from ddpilot.training.models.shards import divide_as, gather
+from ddpilot.training.models.sharding import divide_as, gather, has_sharded_layer, reshard, sharded_layers
 
 if TYPE_CHECKING:
     from ddpilot.checkpoint.shard_files import ShardReader
