@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ddpilot.checkpoint.manifest import RunProgress
     from ddpilot.checkpoint.weights import load_into, load_weights, merge_shards
     from ddpilot.data.options import LoaderOptions
-    from ddpilot.data.shards.dataset import ShardedDataset
-    from ddpilot.data.shards.files import JsonLinesShards, ParquetShards, WebDatasetShards
+    from ddpilot.data.shards.files import JsonLinesShards, ParquetShards, ShardedDataset, WebDatasetShards
     from ddpilot.diagnose.diagnosis import Diagnosis
     from ddpilot.diagnose.doctor import doctor
     from ddpilot.diagnose.ladder.ladder import check_program
@@ -156,7 +155,7 @@ _HOMES = {
     "RunProgress": "ddpilot.checkpoint.manifest",
     "Session": "ddpilot.session.session",
     "SessionOptions": "ddpilot.session.options",
-    "ShardedDataset": "ddpilot.data.shards.dataset",
+    "ShardedDataset": "ddpilot.data.shards.files",
     "ShipError": "ddpilot.errors",
     "SlurmError": "ddpilot.errors",
     "SlurmJob": "ddpilot.slurm.launcher",

@@ -40,11 +40,9 @@ from ddpilot.checkpoint.format import (
     write_checkpoint,
 )
 from ddpilot.checkpoint.host_copy import HostCopy
-from ddpilot.checkpoint.manifest import RunProgress
-from ddpilot.checkpoint.monitor import Monitor
+from ddpilot.checkpoint.manifest import Monitor, RunProgress
 from ddpilot.checkpoint.remote.checkpoints import RemoteCheckpoints
-from ddpilot.checkpoint.remote.store import clean_url, is_url, staging_folder
-from ddpilot.checkpoint.remote.uploads import at_exit
+from ddpilot.checkpoint.remote.store import at_exit, clean_url, is_url, staging_folder
 from ddpilot.checkpoint.safetensors_file import MAX_FILE_BYTES, plain_tensors
 from ddpilot.checkpoint.write_lock import Writer, lock_for_writing
 from ddpilot.errors import CheckpointError, CorruptCheckpointError

@@ -22,8 +22,13 @@ from ddpilot.trainer.checks import (
 )
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.fit.fit import fit_here, fit_on_rank
-from ddpilot.trainer.fit.loaders import make_loader_of, make_loaders
-from ddpilot.trainer.fit.preparation import copy_trainer, move_optimizer_state, prepare_fit
+from ddpilot.trainer.fit.preparation import (
+    copy_trainer,
+    make_loader_of,
+    make_loaders,
+    move_optimizer_state,
+    prepare_fit,
+)
 from ddpilot.trainer.fit_options import (
     FitOptions,
     check_fit,
@@ -39,11 +44,13 @@ from ddpilot.trainer.losses import Summands, with_count
 from ddpilot.trainer.ranks import (
     group_here,
     is_on_ranks,
+    load_state,
     report_ignored_ranks,
+    rollback_on_error,
     run_on_ranks,
     run_once,
+    unpack_late_error,
 )
-from ddpilot.trainer.result import load_state, rollback_on_error, unpack_late_error
 from ddpilot.trainer.run import Forward, call_model, find_inner
 from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batch_size
 from ddpilot.training.batches import Loader

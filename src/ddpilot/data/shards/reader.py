@@ -14,7 +14,7 @@ from ddpilot.data.global_batches import draw_permutation
 from ddpilot.data.nested import without_rows
 from ddpilot.data.options import Collate
 from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
-from ddpilot.data.shards.dataset import describe_shard
+from ddpilot.data.shards.files import describe_shard
 from ddpilot.data.shards.order import LaneStart, ShardPlan, Take
 from ddpilot.data.workers import Failure, catch_failure
 from ddpilot.errors import DataError

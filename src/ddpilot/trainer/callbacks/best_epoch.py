@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpilot.checkpoint.atomic_files import HashingFile
-from ddpilot.checkpoint.monitor import Monitor
+from ddpilot.checkpoint.manifest import Monitor
 from ddpilot.checkpoint.safetensors_file import check_dtypes, write_safetensors
 from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.group.decorators import on_ranks

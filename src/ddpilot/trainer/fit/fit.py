@@ -20,13 +20,10 @@ from ddpilot.group.decorators import on_ranks
 from ddpilot.group.device import capture_rng, restore_rng
 from ddpilot.trainer.callback import CallbackRunner
 from ddpilot.trainer.core import Position, TrainerCore
-from ddpilot.trainer.fit.epochs import FitEpochs
-from ddpilot.trainer.fit.loaders import limit_loaders, make_loaders
-from ddpilot.trainer.fit.messages import report_skipped_rest, report_stop
-from ddpilot.trainer.fit.preparation import copy_trainer, prepare_fit
+from ddpilot.trainer.fit.epochs import FitEpochs, report_skipped_rest, report_stop
+from ddpilot.trainer.fit.preparation import copy_trainer, limit_loaders, make_loaders, prepare_fit
 from ddpilot.trainer.fit_options import FitOptions
-from ddpilot.trainer.ranks import group_here
-from ddpilot.trainer.result import FitResult, collect_result
+from ddpilot.trainer.ranks import FitResult, collect_result, group_here
 from ddpilot.trainer.run import Run
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.loop import Loop
