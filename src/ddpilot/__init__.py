@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     )
     from ddpilot.findings.finding import Finding
     from ddpilot.group.decorators import on_ranks, rank_zero_only
-    from ddpilot.group.fake import FakeGroup
     from ddpilot.group.init_group import init_group
     from ddpilot.group.process_group import Group
+    from ddpilot.group.protocol import FakeGroup
     from ddpilot.launcher import Launcher, launch
     from ddpilot.launching.elastic.options import RunOptions
     from ddpilot.launching.elastic.run import run_script
@@ -114,7 +114,7 @@ _HOMES = {
     "DataError": "ddpilot.errors",
     "DdpilotError": "ddpilot.errors",
     "Diagnosis": "ddpilot.diagnose.diagnosis",
-    "FakeGroup": "ddpilot.group.fake",
+    "FakeGroup": "ddpilot.group.protocol",
     "Finding": "ddpilot.findings.finding",
     "Group": "ddpilot.group.process_group",
     "GroupError": "ddpilot.errors",

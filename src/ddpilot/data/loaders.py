@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from ddpilot.data.batches import LocalBatch, render_loader
+from ddpilot.data.batches import LocalBatch, mix_seed, render_loader
 from ddpilot.data.dataloader_spec import (
     BatchSamplerOrder,
     DataLoaderSpec,
@@ -28,7 +28,6 @@ from ddpilot.data.options import (
     read_data_loader_options,
     read_options,
 )
-from ddpilot.data.sample_seeds import mix_seed
 from ddpilot.data.shards.files import count_shards
 from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.shards.order import ShardPlan

@@ -19,9 +19,8 @@ from ddpilot.data.nested import module_attributes
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import RankError
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
-from ddpilot.group.fake import FakeGroup
 from ddpilot.group.init_group import init_group
-from ddpilot.group.protocol import GroupLike
+from ddpilot.group.protocol import FakeGroup, GroupLike
 from ddpilot.launcher import Launcher
 from ddpilot.launching.exception_report import report_exception
 from ddpilot.launching.first_failure import RankEnd, build_error

@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ddpilot.data.batches import LocalBatch, SampleDigest
+from ddpilot.data.batches import LocalBatch, SampleDigest, mix_seed
 from ddpilot.data.global_batches import digest
-from ddpilot.data.sample_seeds import mix_seed
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import DataError, LoopError
 from ddpilot.training.batches import BatchPart, check_loader, is_uneven

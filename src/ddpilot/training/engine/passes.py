@@ -18,8 +18,7 @@ from ddpilot.errors import LoopError
 from ddpilot.training.batches import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
 from ddpilot.training.checks.buffers import check_batch_norms
 from ddpilot.training.engine.parts import LoopParts
-from ddpilot.training.evaluation.batch_norm import update_batch_norm
-from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step, predict
+from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step, predict, update_batch_norm
 from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, user_line
 from ddpilot.training.options import check_goal
 from ddpilot.training.resume.position import describe_data

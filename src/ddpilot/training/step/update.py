@@ -37,8 +37,7 @@ from ddpilot.training.loss_weights import (
 )
 from ddpilot.training.models.comm_hooks import carries_errors, forget_errors
 from ddpilot.training.models.optimizers import clear_gradients
-from ddpilot.training.models.reducer import ReducerErrors
-from ddpilot.training.models.registry import OptimizerRecord, PreparedModel, PreparedObjects
+from ddpilot.training.models.registry import OptimizerRecord, PreparedModel, PreparedObjects, ReducerErrors
 from ddpilot.training.step.empty_batch import EmptyBatchForward, share_buffers
 
 

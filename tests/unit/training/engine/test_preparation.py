@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddpilot.errors import LoopError
-from ddpilot.group.fake import FakeGroup
+from ddpilot.group.protocol import FakeGroup
 from ddpilot.training.engine.preparation import CompiledCall
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.sharding import ParameterSharding
