@@ -219,6 +219,14 @@ def shard_owner(file: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+def call_in_background(task: Callable[[], None]) -> Future[None]:
+    """Run `task` in a thread that ends with it; the interpreter waits for the thread at exit."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
+    future = executor.submit(task)
+    executor.shutdown(wait=False)
+    return future
+
+
 class RankWrite:
     """What rank `rank`, which does not commit, writes into the staging directory `folder`.
 
@@ -233,10 +241,7 @@ class RankWrite:
 
     def start(self, write: Callable[[], Written]) -> Future[None]:
         """Call `run` in a thread, which the interpreter waits for at exit."""
-        executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
-        future = executor.submit(self.run, write)
-        executor.shutdown(wait=False)
-        return future
+        return call_in_background(lambda: self.run(write))
 
     def run(self, write: Callable[[], Written]) -> None:
         """Call `write` and leave its result, or its error, to rank 0. Its files are deleted after an error."""

@@ -11,7 +11,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 from ddpilot.checkpoint.atomic_files import (
     TOKEN,
+    call_in_background,
     move_aside,
     probe,
     remove_stale,
@@ -195,7 +196,7 @@ class CheckpointDir:
     def reserve(self, num_bytes: int) -> None:
         """Preallocate memory for a copy of `num_bytes`, in the background, so that the first save is fast, too."""
         self.wait()
-        self._start(lambda: self._reserve(num_bytes))
+        self._future = call_in_background(lambda: self._reserve(num_bytes))
 
     def save(
         self,
@@ -238,7 +239,7 @@ class CheckpointDir:
             self.note_failure(error if isinstance(error, OSError) else as_os_error(error))
             return
         contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
-        self._start(lambda: self._write(contents, staged))
+        self._future = call_in_background(lambda: self._write(contents, staged))
 
     def stage(self, progress: RunProgress) -> StagedSave | None:
         """Create a directory in which all ranks write their shards, for `save`; None if that failed, which is reported.
@@ -374,12 +375,6 @@ class CheckpointDir:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _start(self, task: Callable[[], None]) -> None:
-        """Run `task` in a thread that ends with it; the interpreter waits for the thread at exit."""
-        executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
-        self._future = executor.submit(task)
-        executor.shutdown(wait=False)
 
     def _reserve(self, num_bytes: int) -> None:
         try:

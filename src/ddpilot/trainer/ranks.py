@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
 
 from ddpilot.data.nested import module_attributes
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import RankError
+from ddpilot.group.decorators import pickled, unpickled
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.init_group import init_group
 from ddpilot.group.protocol import FakeGroup, GroupLike
@@ -96,9 +95,8 @@ class FitResult:
 
     state: dict[str, Any]
     """The state of the trainer, as `load_state` takes it; tensors are on the CPU."""
-    late_error: tuple[Raised, bytes] | None
-    """What a callback on rank 0 raised after the last update, and the pickled exception; b"" if it cannot be
-    pickled."""
+    late_error: tuple[Raised, bytes | None] | None
+    """What a callback on rank 0 raised after the last update, and the result of `pickled` for the exception."""
 
 
 def collect_result(trainer: TrainerCore, group: GroupLike, late_error: Exception | None) -> FitResult | None:
@@ -111,19 +109,19 @@ def collect_result(trainer: TrainerCore, group: GroupLike, late_error: Exception
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
     if not group.is_rank_zero:
         return None
-    return FitResult(_read_state(trainer, optimizers) | whole, None if late_error is None else _pack(late_error))
+    return FitResult(
+        _read_state(trainer, optimizers) | whole,
+        None if late_error is None else (report_exception(late_error), pickled(late_error)),
+    )
 
 
-def unpack_late_error(late_error: tuple[Raised, bytes], num_ranks: int) -> RankError:
+def unpack_late_error(late_error: tuple[Raised, bytes | None], num_ranks: int) -> RankError:
     """Return the error to raise in the notebook if a callback on rank 0 raised after the last update.
 
     The original exception is its cause, if it could be pickled. `num_ranks`: number of ranks of the fit.
     """
-    raised, pickled = late_error
-    try:
-        cause = pickle.loads(pickled)
-    except Exception:  # noqa: BLE001  (unpickling runs the user's code; the text is available in any case)
-        cause = None
+    raised, shipped = late_error
+    cause = unpickled(shipped)
     failure = RankEnd(rank=0, raised=raised, error=cause, since_s=raised.time_s)
     error = build_error(
         failure, function_name="Trainer.fit", num_ranks=num_ranks, last_lines=(), victims=(), returned=()
@@ -131,14 +129,6 @@ def unpack_late_error(late_error: tuple[Raised, bytes], num_ranks: int) -> RankE
     error.fix = "Training had already ended: the trained weights and the history were loaded here"
     error.__cause__ = cause
     return error
-
-
-def _pack(error: Exception) -> tuple[Raised, bytes]:
-    try:
-        pickled = cloudpickle.dumps(error)
-    except Exception:  # noqa: BLE001  (pickling runs the user's code; the text is sent in any case)
-        pickled = b""
-    return report_exception(error), pickled
 
 
 def _read_state(trainer: TrainerCore, optimizers: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -49,6 +49,17 @@ class _BestEpoch(Callback):
         """The monitored metric."""
         return self._monitor.name
 
+    def on_epoch_end(self, run: Run) -> None:
+        if not run.validate_every.counts_updates:
+            self._look(run, "epochs")
+
+    def on_interval_end(self, run: Run) -> None:
+        self._look(run, "validations")
+
+    def _look(self, run: Run, unit: str) -> None:
+        """Act on the row of an epoch, or of a validation at the end of an interval."""
+        raise NotImplementedError
+
     def _improves(self, run: Run) -> bool | None:
         """True if the last epoch or interval is the best one so far; it then becomes `best_epoch` and `best_update`.
 
@@ -144,13 +155,6 @@ class EarlyStopping(_BestEpoch):
             self._weights = [divide_as(own, best).cpu() for own, best in zip(_tensors(run), self._weights, strict=True)]
         elif self._restore_best and self.best is not None:
             self._weights = _copy(run)  # an earlier fit ended with the best weights
-
-    def on_epoch_end(self, run: Run) -> None:
-        if not run.validate_every.counts_updates:
-            self._look(run, "epochs")
-
-    def on_interval_end(self, run: Run) -> None:
-        self._look(run, "validations")
 
     def _look(self, run: Run, unit: str) -> None:
         improves = self._improves(run)
@@ -255,14 +259,7 @@ class BestWeights(_BestEpoch):
         if run.loop.group.is_rank_zero:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
-    def on_epoch_end(self, run: Run) -> None:
-        if not run.validate_every.counts_updates:
-            self._write_if_best(run)
-
-    def on_interval_end(self, run: Run) -> None:
-        self._write_if_best(run)
-
-    def _write_if_best(self, run: Run) -> None:
+    def _look(self, run: Run, unit: str) -> None:
         improves = on_ranks(0, broadcast=True)(self._improves) if has_sharded_layer(run.model) else self._improves
         if not improves(run):
             return

@@ -19,6 +19,7 @@ from ddpilot.trainer.run import Run, find_inner
 from ddpilot.training.batches import Loader, is_at_end
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import ShardedState
+from ddpilot.training.models.registry import parameters_of
 from ddpilot.training.options import EACH_UPDATE
 from ddpilot.training.step.averaging import WeightAverage
 
@@ -319,7 +320,7 @@ def report_untrained(run: Run) -> None:
     """Report trainable parameters that no optimizer holds: frozen when it was created, and unfrozen since."""
     if any(isinstance(one, ShardedState) for one in run.optimizers.values()):  # it holds parameters in its own way
         return
-    held = {id(p) for one in run.optimizers.values() for group in one.param_groups for p in group["params"]}
+    held = {id(p) for one in run.optimizers.values() for p in parameters_of(one)}
     left = [name for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in held]
     if left and left != run.left_out:
         more = f" and {len(left) - 4} more" if len(left) > 4 else ""

@@ -49,30 +49,30 @@ def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
     inner = unwrap(model)
     broadcast_tensors(inner.buffers(), group)
     try:
-        with fork_rng([group.device]), eval_mode(inner), torch.no_grad():
+        with fork_rng([group.device]), in_mode(inner, training=False), torch.no_grad():
             yield inner
     finally:
         strategy_of(inner).settle()
 
 
-def rows_to_run(model: nn.Module, batch: CurrentBatch, group: GroupLike) -> Any:
+def rows_to_run(model: nn.Module | None, batch: CurrentBatch, group: GroupLike) -> Any:
     """Return the data on which this rank runs `model` for `batch`, on the device; None if it need not run.
 
-    If a forward pass is collective, a rank without samples runs it on those of a different rank, whose outputs do not
-    count. Collective then, if some rank has no samples.
+    If a forward pass is collective, as always with None, a rank without samples runs it on those of a different rank,
+    whose outputs do not count. Collective then, if some rank has no samples.
     """
     data = batch.data if batch.count else None
-    if batch.has_empty_rank and strategy_of(model).forward_is_collective:
+    if batch.has_empty_rank and (model is None or strategy_of(model).forward_is_collective):
         of_ranks = group.all_gather_object(data)
         data = next(one for one in of_ranks if one is not None) if data is None else data
     return None if data is None else to_device(data, group.device)
 
 
 @contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Run the block with `model.eval()`, then restore the mode of each layer."""
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run the block with `model.train(training)`, then restore the mode of each layer."""
     modes = [(layer, layer.training) for layer in model.modules()]
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
@@ -326,7 +326,7 @@ def update_batch_norm(
     inner = unwrap(model)
     inner = inner.module if isinstance(inner, AveragedModel) else inner
     limited = loader if max_batches is None else LimitedLoader(loader, max_batches)
-    with fork_rng([group.device]), _training(inner), torch.no_grad():
+    with fork_rng([group.device]), in_mode(inner, training=True), torch.no_grad():
         layers = [
             one for one in inner.modules() if isinstance(one, _BatchNorm) and one.track_running_stats and one.training
         ]
@@ -337,28 +337,8 @@ def update_batch_norm(
         with _replaced_forwards(layers, state := _Batch(group)):
             for batch in iterate_groups(limited, group, epoch=epoch):
                 state.batch = batch
-                (forward or predict_batch)(inner, to_device(_rows(batch, group), group.device))
+                (forward or predict_batch)(inner, rows_to_run(None, batch, group))
         strategy_of(inner).settle()
-
-
-def _rows(batch: CurrentBatch, group: GroupLike) -> Any:
-    """Return this rank's rows; if it has none, those of another rank, which do not count. Collective then."""
-    if not batch.has_empty_rank:
-        return batch.data
-    data = batch.data if batch.count else None
-    of_ranks = group.all_gather_object(data)
-    return data if batch.count else next(one for one in of_ranks if one is not None)
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    modes = [(layer, layer.training) for layer in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for layer, was_training in modes:
-            layer.training = was_training
 
 
 class _Batch:

@@ -262,7 +262,26 @@ class TensorBoardLogger(Logger):
             self._writer = None
 
 
-class WandbLogger(Logger):
+class _RunLogger(Logger):
+    """Base class of loggers to a service, whose run continues after a resume."""
+
+    run_id: str | None
+
+    def check(self) -> None:
+        self._import()
+
+    def _import(self) -> Any:
+        """Return what is needed of the library. Raises LoopError if it is not installed."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run_id = state["run_id"]
+
+
+class WandbLogger(_RunLogger):
     """Log to Weights & Biases on rank 0, by update number.
 
     `options` are passed to `wandb.init`, such as `project="..."` or `mode="offline"`. A run that resumes from a
@@ -275,9 +294,6 @@ class WandbLogger(Logger):
         self._run: Any = None
         self.run_id: str | None = None
         """ID of the W&B run; None before it is opened."""
-
-    def check(self) -> None:
-        self._import()
 
     def _import(self) -> Any:
         try:
@@ -299,14 +315,8 @@ class WandbLogger(Logger):
             self._run.finish(exit_code=int(failed))
             self._run = None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.run_id = state["run_id"]
-
-
-class MLflowLogger(Logger):
+class MLflowLogger(_RunLogger):
     """Log to an MLflow run on rank 0, by update number.
 
     - `experiment`: name of the experiment; created if it does not exist.
@@ -334,9 +344,6 @@ class MLflowLogger(Logger):
         """Update of the last value of each metric that an earlier part of the training has logged."""
         self.run_id: str | None = None
         """ID of the MLflow run; None before it is opened."""
-
-    def check(self) -> None:
-        self._import()
 
     def _import(self) -> tuple[Any, Any, Any]:
         try:
@@ -378,12 +385,6 @@ class MLflowLogger(Logger):
         if self._client is not None:
             self._client.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")
             self._client = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.run_id = state["run_id"]
 
 
 def _metric_name(name: str) -> str:
