@@ -18,14 +18,7 @@ from typing import Any
 
 import torch
 
-from ddpilot.checkpoint.atomic_files import (
-    TOKEN,
-    call_in_background,
-    move_aside,
-    probe,
-    remove_stale,
-    replace_text,
-)
+from ddpilot.checkpoint.atomic_files import TOKEN, call_in_background, move_aside, probe, remove_stale, replace_text
 from ddpilot.checkpoint.format import (
     BEST,
     CHECKPOINT_NAME,

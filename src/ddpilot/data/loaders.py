@@ -274,7 +274,7 @@ def prepare_data_loader(
     refuse_other_loaders(loader)
     given = read_data_loader_options(options, rank)
     refuse_whole_batches(loader)
-    report = say if say is not None and rank == 0 and world_size > 1 else _ignore
+    report = say if say is not None and rank == 0 and world_size > 1 else lambda _: None
     job = _Job(rank, world_size, given, report)
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, job)
@@ -363,7 +363,3 @@ def _plan_batches(job: _Job, spec: DataLoaderSpec) -> BatchSamplerOrder:
         division = "which already divides among ranks: each rank takes its own batches unchanged"
     job.report(f"The loader's batches are those of its {type(spec.batches).__name__}, {division}.")
     return BatchSamplerOrder(spec.batches, world_size=job.world_size, seed=spec.seed, are_divided=spec.are_divided)
-
-
-def _ignore(_sentence: str) -> None:
-    """Drop a report."""

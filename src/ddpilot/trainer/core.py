@@ -16,22 +16,10 @@ from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.checks import (
-    MAKING,
-    check_callbacks,
-    check_choice,
-    check_metrics,
-    check_model,
-)
+from ddpilot.trainer.checks import MAKING, check_callbacks, check_choice, check_metrics, check_model
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import EpochLosses, LossSums, Summands, check_attached, check_weighted, with_count
-from ddpilot.trainer.optimizers import (
-    make_ema,
-    make_optimizers,
-    make_schedulers,
-    own_attributes,
-    restore_attributes,
-)
+from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers, own_attributes, restore_attributes
 from ddpilot.trainer.run import Forward, Run
 from ddpilot.training.batches import Loader
 from ddpilot.training.evaluation.evaluate import forward_batch

@@ -13,13 +13,8 @@ from torch.utils.data import DataLoader
 
 from ddpilot.data.options import LoaderOptions
 from ddpilot.errors import LoopError
-from ddpilot.group.device import broadcast_tensors, capture_rng, move, restore_rng
-from ddpilot.trainer.checks import (
-    check_choice,
-    check_forward,
-    check_loader_options,
-    check_whole,
-)
+from ddpilot.group.device import broadcast_tensors, fork_rng, move
+from ddpilot.trainer.checks import check_choice, check_forward, check_loader_options, check_whole
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.fit.fit import fit_here, fit_on_rank
 from ddpilot.trainer.fit.preparation import (
@@ -367,10 +362,8 @@ class Trainer(TrainerCore):
 def _loop_here(trainer: TrainerCore) -> Loop:
     """Return a loop with the trainer's precision; this process's random states stay as they are. Collective."""
     group = group_here()
-    rng = capture_rng(group.device)
-    loop = Loop(trainer.seed, precision=trainer.precision, group=group, progress=False)
-    restore_rng(rng, group.device)
-    return loop
+    with fork_rng([group.device]):
+        return Loop(trainer.seed, precision=trainer.precision, group=group, progress=False)
 
 
 def evaluate_here(
@@ -456,8 +449,7 @@ def find_learning_rate_here(
 ) -> LearningRateSearch:
     """Implement `Trainer.find_learning_rate`, on a copy of the trainer. Collective."""
     group = group_here()
-    rng = capture_rng(group.device)
-    try:
+    with fork_rng([group.device]):
         trial = copy_trainer(trainer)
         loop = Loop(trainer.seed, accumulate=trainer.accumulate, precision=trainer.precision, group=group).trial()
         run, _ = prepare_fit(trial, loop, fit)
@@ -474,8 +466,6 @@ def find_learning_rate_here(
 
         loader, _ = make_loaders(fit, loop)
         found = sweep(loop, loader, run.optimizer, train_batch, min_lr, max_lr, num_updates)
-    finally:
-        restore_rng(rng, group.device)
     loop.print(found)
     return found
 

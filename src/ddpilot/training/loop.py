@@ -30,9 +30,7 @@ from ddpilot.training.logs.loggers import Logger
 from ddpilot.training.loss_weights import add_losses
 from ddpilot.training.models.comm_hooks import Comm
 from ddpilot.training.models.ddp import DDPOptions
-from ddpilot.training.models.sharding import (
-    ParameterSharding,
-)
+from ddpilot.training.models.sharding import ParameterSharding
 from ddpilot.training.notices import locating, note_failures
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
 from ddpilot.training.step.accumulation import Accumulate, Accumulation
