@@ -124,7 +124,7 @@ class Preparation:
             share_state(optimizer, self._group)
         shard_optimizer_state(optimizer, self._prepared.moved)
         if options.shard == "optimizer":
-            from ddpilot.training.models.optimizers import shard_optimizer  # slow to import
+            from ddpilot.training.models.zero import shard_optimizer  # slow to import
 
             optimizer = shard_optimizer(optimizer, self._group)
         self._prepared.add_optimizer(optimizer)

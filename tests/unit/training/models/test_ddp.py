@@ -18,7 +18,8 @@ from ddpilot.training.checks.buffers import check_plan, find_batch_norms
 from ddpilot.training.models.comm_hooks import check_compressible
 from ddpilot.training.models.ddp import Choice, DDPOptions, find_unused, unwrap, wrap
 from ddpilot.training.models.explain import MIN_UPDATES, Explained, Explanation, Seen, list_remedies, propose
-from ddpilot.training.models.optimizers import full_state, load_full_state, shard_optimizer
+from ddpilot.training.models.optimizers import full_state, load_full_state
+from ddpilot.training.models.zero import shard_optimizer
 
 
 def test_wrap_leaves_a_model_alone_when_there_is_one_rank() -> None:
