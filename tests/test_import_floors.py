@@ -38,7 +38,7 @@ MAY_IMPORT_NUMPY = (
 )
 YET_FREE_OF_TORCH = (
     *("ddpilot.group", "ddpilot.group.address", "ddpilot.group.decorators"),
-    *("ddpilot.group.measurements", "ddpilot.group.measurements.clocks"),
+    "ddpilot.group.measurements",
     *("ddpilot.guard.probes", "ddpilot.gpu_check.checks"),
     "ddpilot.session.rank",
     *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),

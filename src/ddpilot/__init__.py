@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ddpilot.checkpoint.manifest import RunProgress
     from ddpilot.checkpoint.weights import load_into, load_weights, merge_shards
     from ddpilot.data.options import LoaderOptions
-    from ddpilot.data.shards.dataset import ShardedDataset
-    from ddpilot.data.shards.files import JsonLinesShards, ParquetShards, WebDatasetShards
+    from ddpilot.data.shards.files import JsonLinesShards, ParquetShards, ShardedDataset, WebDatasetShards
     from ddpilot.diagnose.diagnosis import Diagnosis
     from ddpilot.diagnose.doctor import doctor
     from ddpilot.diagnose.ladder.ladder import check_program
@@ -55,9 +54,9 @@ if TYPE_CHECKING:
     )
     from ddpilot.findings.finding import Finding
     from ddpilot.group.decorators import on_ranks, rank_zero_only
-    from ddpilot.group.fake import FakeGroup
     from ddpilot.group.init_group import init_group
     from ddpilot.group.process_group import Group
+    from ddpilot.group.protocol import FakeGroup
     from ddpilot.launcher import Launcher, launch
     from ddpilot.launching.elastic.options import RunOptions
     from ddpilot.launching.elastic.run import run_script
@@ -77,15 +76,20 @@ if TYPE_CHECKING:
     from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size, scale_lr
     from ddpilot.training.coordination.out_of_memory import JointTry, joint_try
     from ddpilot.training.device_placement import ensure_on_device
-    from ddpilot.training.evaluation.predict import read_predictions
+    from ddpilot.training.evaluation.evaluate import read_predictions
     from ddpilot.training.learning_rate import LearningRateSearch, find_learning_rate
-    from ddpilot.training.logs.files import CsvLogger, JsonLinesLogger
-    from ddpilot.training.logs.logger import Logger, LogStart
-    from ddpilot.training.logs.services import MLflowLogger, TensorBoardLogger, WandbLogger
+    from ddpilot.training.logs.loggers import (
+        CsvLogger,
+        JsonLinesLogger,
+        Logger,
+        LogStart,
+        MLflowLogger,
+        TensorBoardLogger,
+        WandbLogger,
+    )
     from ddpilot.training.loop import Loop
     from ddpilot.training.models.comm_hooks import PowerSGD
-    from ddpilot.training.models.ddp import unwrap
-    from ddpilot.training.models.ddp_options import DDPOptions
+    from ddpilot.training.models.ddp import DDPOptions, unwrap
     from ddpilot.training.models.optimizers import full_state, load_full_state
     from ddpilot.training.models.parameters import ParameterCount, count_parameters, freeze, unfreeze
     from ddpilot.training.models.sharding import ParameterSharding
@@ -105,12 +109,12 @@ _HOMES = {
     "CheckpointOptions": "ddpilot.training.options",
     "CollectiveCheckpoints": "ddpilot.checkpoint.collective",
     "CorruptCheckpointError": "ddpilot.errors",
-    "CsvLogger": "ddpilot.training.logs.files",
-    "DDPOptions": "ddpilot.training.models.ddp_options",
+    "CsvLogger": "ddpilot.training.logs.loggers",
+    "DDPOptions": "ddpilot.training.models.ddp",
     "DataError": "ddpilot.errors",
     "DdpilotError": "ddpilot.errors",
     "Diagnosis": "ddpilot.diagnose.diagnosis",
-    "FakeGroup": "ddpilot.group.fake",
+    "FakeGroup": "ddpilot.group.protocol",
     "Finding": "ddpilot.findings.finding",
     "Group": "ddpilot.group.process_group",
     "GroupError": "ddpilot.errors",
@@ -118,7 +122,7 @@ _HOMES = {
     "JobOptions": "ddpilot.slurm.options",
     "JointTry": "ddpilot.training.coordination.out_of_memory",
     "Journal": "ddpilot.record.journal",
-    "JsonLinesLogger": "ddpilot.training.logs.files",
+    "JsonLinesLogger": "ddpilot.training.logs.loggers",
     "JsonLinesShards": "ddpilot.data.shards.files",
     "KubernetesError": "ddpilot.errors",
     "LaunchError": "ddpilot.errors",
@@ -127,11 +131,11 @@ _HOMES = {
     "Launcher": "ddpilot.launcher",
     "LearningRateSearch": "ddpilot.training.learning_rate",
     "LoaderOptions": "ddpilot.data.options",
-    "LogStart": "ddpilot.training.logs.logger",
-    "Logger": "ddpilot.training.logs.logger",
+    "LogStart": "ddpilot.training.logs.loggers",
+    "Logger": "ddpilot.training.logs.loggers",
     "Loop": "ddpilot.training.loop",
     "LoopError": "ddpilot.errors",
-    "MLflowLogger": "ddpilot.training.logs.services",
+    "MLflowLogger": "ddpilot.training.logs.loggers",
     "MismatchedCheckpointError": "ddpilot.errors",
     "NonFiniteError": "ddpilot.errors",
     "OutOfMemoryError": "ddpilot.errors",
@@ -151,17 +155,17 @@ _HOMES = {
     "RunProgress": "ddpilot.checkpoint.manifest",
     "Session": "ddpilot.session.session",
     "SessionOptions": "ddpilot.session.options",
-    "ShardedDataset": "ddpilot.data.shards.dataset",
+    "ShardedDataset": "ddpilot.data.shards.files",
     "ShipError": "ddpilot.errors",
     "SlurmError": "ddpilot.errors",
     "SlurmJob": "ddpilot.slurm.launcher",
     "SlurmLauncher": "ddpilot.slurm.launcher",
-    "TensorBoardLogger": "ddpilot.training.logs.services",
+    "TensorBoardLogger": "ddpilot.training.logs.loggers",
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
     "Trainer": "ddpilot.trainer.trainer",
     "Verification": "ddpilot.diagnose.verify.result",
-    "WandbLogger": "ddpilot.training.logs.services",
+    "WandbLogger": "ddpilot.training.logs.loggers",
     "WatchError": "ddpilot.errors",
     "WebDatasetShards": "ddpilot.data.shards.files",
     "check_program": "ddpilot.diagnose.ladder.ladder",
@@ -182,7 +186,7 @@ _HOMES = {
     "on_ranks": "ddpilot.group.decorators",
     "rank_zero_only": "ddpilot.group.decorators",
     "read_journal": "ddpilot.record.journal",
-    "read_predictions": "ddpilot.training.evaluation.predict",
+    "read_predictions": "ddpilot.training.evaluation.evaluate",
     "read_ring": "ddpilot.record.flight_ring.reader",
     "run_script": "ddpilot.launching.elastic.run",
     "scale_lr": "ddpilot.training.batch_size",

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.best_epoch import BestWeights, EarlyStopping
-from ddpilot.trainer.callbacks.garbage_collection import GarbageCollection
 from ddpilot.trainer.callbacks.logs import CsvLog, JsonLinesLog, MLflowLog, TensorBoardLog, WandbLog
 from ddpilot.trainer.callbacks.monitors import LRMonitor, Norms
+from ddpilot.trainer.callbacks.performance import GarbageCollection, Profile, Timers
 from ddpilot.trainer.callbacks.pictures import Pictures
-from ddpilot.trainer.callbacks.profile import Profile
 from ddpilot.trainer.callbacks.schedule import Schedule
-from ddpilot.trainer.callbacks.timers import Timers
 
 __all__ = [
     "BestWeights",

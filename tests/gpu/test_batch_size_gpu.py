@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup, find_batch_size
 from ddpilot.environments.nvml import count_accelerators
-from ddpilot.trainer.callbacks.timers import ForwardClock
+from ddpilot.trainer.callbacks.performance import ForwardClock
 from ddpilot.training.loop import Loop
 
 pytestmark = [

@@ -3,7 +3,7 @@
 
 The ranks' parts are gathered on rank 0 before anything is written. A checkpoint is therefore complete from the start,
 on any file system, and never waits for a file of a rank that has died. Shards of parameters are not gathered: each rank
-writes its own into the same directory, if all ranks see it (`joint_write`).
+writes its own into the same directory, if all ranks see it (`RankWrite`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
-from ddpilot.checkpoint.atomic_files import FileFacts
+from ddpilot.checkpoint.atomic_files import FileFacts, RankWrite, collect
 from ddpilot.checkpoint.directory import CheckpointDir, as_os_error
 from ddpilot.checkpoint.format import Checkpoint, StagedSave
 from ddpilot.checkpoint.host_copy import HostCopy
-from ddpilot.checkpoint.joint_write import RankWrite, collect
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.weights import find_checkpoint, match_weights, read_weights
 from ddpilot.errors import CheckpointError, CorruptCheckpointError

@@ -11,20 +11,14 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddpilot.checkpoint.atomic_files import (
-    TOKEN,
-    move_aside,
-    probe,
-    remove_stale,
-    replace_text,
-)
+from ddpilot.checkpoint.atomic_files import TOKEN, call_in_background, move_aside, probe, remove_stale, replace_text
 from ddpilot.checkpoint.format import (
     BEST,
     CHECKPOINT_NAME,
@@ -40,11 +34,9 @@ from ddpilot.checkpoint.format import (
     write_checkpoint,
 )
 from ddpilot.checkpoint.host_copy import HostCopy
-from ddpilot.checkpoint.manifest import RunProgress
-from ddpilot.checkpoint.monitor import Monitor
+from ddpilot.checkpoint.manifest import Monitor, RunProgress
 from ddpilot.checkpoint.remote.checkpoints import RemoteCheckpoints
-from ddpilot.checkpoint.remote.store import clean_url, is_url, staging_folder
-from ddpilot.checkpoint.remote.uploads import at_exit
+from ddpilot.checkpoint.remote.store import at_exit, clean_url, is_url, staging_folder
 from ddpilot.checkpoint.safetensors_file import MAX_FILE_BYTES, plain_tensors
 from ddpilot.checkpoint.write_lock import Writer, lock_for_writing
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
@@ -197,7 +189,7 @@ class CheckpointDir:
     def reserve(self, num_bytes: int) -> None:
         """Preallocate memory for a copy of `num_bytes`, in the background, so that the first save is fast, too."""
         self.wait()
-        self._start(lambda: self._reserve(num_bytes))
+        self._future = call_in_background(lambda: self._reserve(num_bytes))
 
     def save(
         self,
@@ -240,7 +232,7 @@ class CheckpointDir:
             self.note_failure(error if isinstance(error, OSError) else as_os_error(error))
             return
         contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
-        self._start(lambda: self._write(contents, staged))
+        self._future = call_in_background(lambda: self._write(contents, staged))
 
     def stage(self, progress: RunProgress) -> StagedSave | None:
         """Create a directory in which all ranks write their shards, for `save`; None if that failed, which is reported.
@@ -376,12 +368,6 @@ class CheckpointDir:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _start(self, task: Callable[[], None]) -> None:
-        """Run `task` in a thread that ends with it; the interpreter waits for the thread at exit."""
-        executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
-        self._future = executor.submit(task)
-        executor.shutdown(wait=False)
 
     def _reserve(self, num_bytes: int) -> None:
         try:

@@ -18,8 +18,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ddpilot.checkpoint.atomic_files import FileFacts, HashingFile, publish, read_facts, staging
-from ddpilot.checkpoint.joint_write import SHARDS_FILE, shard_owner
+from ddpilot.checkpoint.atomic_files import (
+    SHARDS_FILE,
+    FileFacts,
+    HashingFile,
+    publish,
+    read_facts,
+    shard_owner,
+    staging,
+)
 from ddpilot.checkpoint.manifest import FILE_NAME, Manifest, RunProgress, now_and_here, parse_manifest
 from ddpilot.checkpoint.safetensors_file import (
     INDEX_SUFFIX,

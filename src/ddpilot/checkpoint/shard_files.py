@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.tensor import DTensor
 
-from ddpilot.checkpoint.atomic_files import FileFacts, HashingFile
-from ddpilot.checkpoint.joint_write import SHARDS_FILE, shard_owner
+from ddpilot.checkpoint.atomic_files import SHARDS_FILE, FileFacts, HashingFile, shard_owner
 from ddpilot.errors import CorruptCheckpointError
 
 TensorPath = tuple[str, ...]

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LocalBatch`, a rank's piece of a global batch, and digests of samples."""
+"""`LocalBatch`, a rank's piece of a global batch; digests of samples, and their random state in any worker."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 
 @dataclasses.dataclass(eq=False, slots=True)  # creating a frozen one would take four times as long
@@ -159,3 +162,47 @@ def _few(values: list[Any], num: int) -> str:
     return f"[{', '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)}" + (
         ", ...]" if num > len(values) else "]"
     )
+
+
+_MASK = (1 << 64) - 1
+
+
+def mix_seed(*parts: int) -> int:
+    """Hash `parts` to a 64-bit number; different parts, or a different order of them, give an unrelated number."""
+    state = 0
+    for part in parts:
+        # The finalizer of splitmix64: every input bit changes about half of the output bits.
+        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_random(seed: int) -> None:
+    """Seed Python's `random`, NumPy's global state (with the lower half) and torch's CPU generator with 64 bits."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # several times faster than seeding with an array of both halves
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Restore Python's, NumPy's and torch's CPU random state on exit, so that the model's draws are not affected."""
+    before_python = random.getstate()
+    before_numpy = np.random.get_state(legacy=False)
+    before_torch = torch.default_generator.get_state()
+    try:
+        yield
+    finally:  # also for Ctrl-C, after which the loop may continue
+        random.setstate(before_python)
+        np.random.set_state(before_numpy)
+        torch.default_generator.set_state(before_torch)
+
+
+def random_apart() -> AbstractContextManager[None]:
+    """Return a context manager for reading samples with seeds, which preserves the random state of the rank.
+
+    It does nothing in a worker, whose random state nothing else uses.
+    """
+    return random_kept() if get_worker_info() is None else nullcontext()

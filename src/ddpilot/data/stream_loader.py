@@ -13,11 +13,18 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddpilot.data.batches import LocalBatch, SampleDigest, digest_sample, render_loader
+from ddpilot.data.batches import (
+    LocalBatch,
+    SampleDigest,
+    digest_sample,
+    mix_seed,
+    random_apart,
+    render_loader,
+    seed_random,
+)
 from ddpilot.data.global_batches import Division, digest
 from ddpilot.data.nested import without_rows
 from ddpilot.data.options import Collate
-from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
 from ddpilot.data.workers import Failure, Workers, catch_failure, draws_randomly
 from ddpilot.errors import DataError
 

@@ -24,9 +24,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from ddpilot.data.batches import mix_seed, random_apart, seed_random
 from ddpilot.data.nested import without_rows
 from ddpilot.data.options import Collate
-from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
 from ddpilot.errors import DataError
 
 

@@ -25,7 +25,7 @@ from ddpilot.environments.topology import Topology
 from ddpilot.errors import RendezvousError
 from ddpilot.findings.catalog import find_known, make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.group.measurements.clocks import ClockServer
+from ddpilot.group.measurements import ClockServer
 from ddpilot.group.store import connect_store, resolve_endpoint, wait_for_keys
 from ddpilot.launching.elastic.rendezvous.network import ips, up_interfaces
 

@@ -24,7 +24,7 @@ from ddpilot.errors import DdpilotError
 from ddpilot.gpu_check.child import read_facts
 from ddpilot.group.device import backend_of, device_identity
 from ddpilot.group.init_group import init_group
-from ddpilot.group.measurements.all_reduce import time_all_reduce, time_calls
+from ddpilot.group.measurements import time_all_reduce, time_calls
 from ddpilot.group.process_group import Group
 from ddpilot.launching.rank_environment import count_cores
 

@@ -18,7 +18,7 @@ import psutil
 from ddpilot.diagnose.facts import Answers
 from ddpilot.diagnose.gpus import read_gpu_states
 from ddpilot.findings.catalog import make_finding
-from ddpilot.group.measurements.clocks import Reply, ask_clock
+from ddpilot.group.measurements import Reply, ask_clock
 
 LOOPBACK = "loopback"
 _CONNECT_S = 3.0

@@ -83,7 +83,8 @@ def compare_models(models: Sequence[DistributedDataParallel], group: Group) -> t
 def _differences(by_rank: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
     outlines = _ranks_by(outline for outline, _ in by_rank)
     if len(outlines) > 1:
-        return [f"the ranks have different models: {_render_outlines(outlines)}"]
+        each = "; ".join(f"{outline[:200]} on ranks {', '.join(map(str, r))}" for outline, r in outlines.items())
+        return [f"the ranks have different models: {each}"]
     outline, first = by_rank[0]
     found = []
     for name in first:
@@ -99,10 +100,6 @@ def _ranks_by(values: Iterable[str]) -> dict[str, list[int]]:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ranks
-
-
-def _render_outlines(ranks_by_outline: dict[str, list[int]]) -> str:
-    return "; ".join(f"{outline[:200]} on ranks {', '.join(map(str, r))}" for outline, r in ranks_by_outline.items())
 
 
 def _outline(module: torch.nn.Module) -> str:

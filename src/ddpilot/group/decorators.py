@@ -76,7 +76,7 @@ class _Failure:
     text: str
     """Type name and message."""
     pickled: bytes | None
-    """The pickled exception; None if it cannot be pickled."""
+    """The result of `pickled` for the exception."""
 
 
 def _in_group(body: functools.partial[T], ranks: tuple[int, ...], broadcast: bool, dist: Any) -> T | None:
@@ -93,11 +93,13 @@ def _in_group(body: functools.partial[T], ranks: tuple[int, ...], broadcast: boo
         finally:
             _inside.reset(token)
     failures: list[_Failure | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if error is None else _failure(rank, error))
+    dist.all_gather_object(
+        failures, None if error is None else _Failure(rank, f"{type(error).__name__}: {error}", pickled(error))
+    )
     if error is not None:
         raise error
     if (first := next((failure for failure in failures if failure is not None), None)) is not None:
-        raise _remote_error(body.func.__name__, first, rank) from _unpickled(first)
+        raise _remote_error(body.func.__name__, first, rank) from unpickled(first.pickled)
     if not broadcast:
         return value
     carrier = [shipped]
@@ -120,17 +122,19 @@ def _without_group(body: functools.partial[T], ranks: tuple[int, ...], broadcast
     return body() if topology.rank in ranks else None
 
 
-def _failure(rank: int, error: BaseException) -> _Failure:
+def pickled(error: BaseException) -> bytes | None:
+    """Return the pickled exception; None if it cannot be pickled."""
     try:
-        pickled = cloudpickle.dumps(error)
+        shipped: bytes = cloudpickle.dumps(error)
     except Exception:  # noqa: BLE001  (pickling runs the user's code; the text travels in any case)
-        pickled = None
-    return _Failure(rank, f"{type(error).__name__}: {error}", pickled)
+        return None
+    return shipped
 
 
-def _unpickled(failure: _Failure) -> BaseException | None:
+def unpickled(shipped: bytes | None) -> BaseException | None:
+    """Return the exception that `pickled` was called with; None if it cannot be unpickled."""
     try:
-        found = None if failure.pickled is None else pickle.loads(failure.pickled)
+        found = None if shipped is None else pickle.loads(shipped)
     except Exception:  # noqa: BLE001  (unpickling runs the user's code; the text is there in any case)
         return None
     return found if isinstance(found, BaseException) else None

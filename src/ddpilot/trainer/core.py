@@ -16,33 +16,19 @@ from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.checks import (
-    MAKING,
-    check_callbacks,
-    check_choice,
-    check_metrics,
-    check_model,
-)
+from ddpilot.trainer.checks import MAKING, check_callbacks, check_choice, check_metrics, check_model
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import EpochLosses, LossSums, Summands, check_attached, check_weighted, with_count
-from ddpilot.trainer.optimizers import (
-    make_ema,
-    make_optimizers,
-    make_schedulers,
-    own_attributes,
-    restore_attributes,
-)
+from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers, own_attributes, restore_attributes
 from ddpilot.trainer.run import Forward, Run
 from ddpilot.training.batches import Loader
 from ddpilot.training.evaluation.evaluate import forward_batch
-from ddpilot.training.interval import Interval
 from ddpilot.training.loop import Loop
-from ddpilot.training.models.ddp import run_in_forward
-from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.ddp import DDPOptions, run_in_forward
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.models.optimizers import requires_closure
-from ddpilot.training.options import check_clipping, naming_arguments
-from ddpilot.training.step.accumulation_schedule import Accumulate, AccumulationSchedule
+from ddpilot.training.options import Interval, check_clipping, naming_arguments
+from ddpilot.training.step.accumulation import Accumulate, AccumulationSchedule
 from ddpilot.training.step.averaging import Averaging
 from ddpilot.training.step.precision import Kind
 

@@ -18,9 +18,8 @@ from ddpilot.errors import LoopError
 from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.history import BOOKKEEPING
-from ddpilot.training.interval import EACH_EPOCH, Interval
 from ddpilot.training.loop import Loop
-from ddpilot.training.options import CheckpointOptions
+from ddpilot.training.options import EACH_EPOCH, CheckpointOptions, Interval
 from ddpilot.training.step.averaging import WeightAverage
 
 FITTING = "starting a fit"

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.checks import MAKING, suggest
+from ddpilot.training.models.registry import parameters_of
 from ddpilot.training.step.averaging import Averaging, WeightAverage
 
 _ONLY = "optimizer"
@@ -64,15 +65,12 @@ def _check_apart(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                other = owners.setdefault(id(parameter), name)
-                if other != name:
-                    raise LoopError(
-                        MAKING,
-                        found=f"the optimizers {other!r} and {name!r} both have the parameter {names[id(parameter)]!r}",
-                        fix="Give each parameter to one optimizer; otherwise every update changes it twice.",
-                    )
+        for number in map(id, parameters_of(optimizer)):
+            other = owners.setdefault(number, name)
+            if other != name:
+                found = f"the optimizers {other!r} and {name!r} both have the parameter {names[number]!r}"
+                fix = "Give each parameter to one optimizer; otherwise every update changes it twice."
+                raise LoopError(MAKING, found=found, fix=fix)
 
 
 def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
@@ -83,7 +81,7 @@ def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
             fix="Give a torch optimizer, or a function that makes one: `lambda params: torch.optim.AdamW(params)`.",
         )
     own = {id(parameter) for parameter in model.parameters()}
-    num_foreign = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
+    num_foreign = sum(id(each) not in own for each in parameters_of(optimizer))
     if num_foreign:
         raise LoopError(
             MAKING,

@@ -16,10 +16,10 @@ from ddpilot.data.nested import to_device, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.device import fork_rng
 from ddpilot.trainer.history import History
-from ddpilot.training.evaluation.evaluate import eval_mode
-from ddpilot.training.interval import EACH_EPOCH, Interval
+from ddpilot.training.evaluation.evaluate import in_mode
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.options import EACH_EPOCH, Interval
 from ddpilot.training.step.averaging import WeightAverage
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -128,7 +128,7 @@ def call_model(model: nn.Module, method: str, *args: Any, device: torch.device, 
         )
     if method == "forward":  # includes its hooks
         function = inner
-    with eval_mode(inner), torch.no_grad():
+    with in_mode(inner, training=False), torch.no_grad():
         return to_host(function(*to_device(args, device), **to_device(kwargs, device)))
 
 

@@ -13,17 +13,17 @@ from torch.utils.data import DataLoader
 
 from ddpilot.data.options import LoaderOptions
 from ddpilot.errors import LoopError
-from ddpilot.group.device import broadcast_tensors, capture_rng, move, restore_rng
-from ddpilot.trainer.checks import (
-    check_choice,
-    check_forward,
-    check_loader_options,
-    check_whole,
-)
+from ddpilot.group.device import broadcast_tensors, fork_rng, move
+from ddpilot.trainer.checks import check_choice, check_forward, check_loader_options, check_whole
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.fit.fit import fit_here, fit_on_rank
-from ddpilot.trainer.fit.loaders import make_loader_of, make_loaders
-from ddpilot.trainer.fit.preparation import copy_trainer, move_optimizer_state, prepare_fit
+from ddpilot.trainer.fit.preparation import (
+    copy_trainer,
+    make_loader_of,
+    make_loaders,
+    move_optimizer_state,
+    prepare_fit,
+)
 from ddpilot.trainer.fit_options import (
     FitOptions,
     check_fit,
@@ -39,11 +39,13 @@ from ddpilot.trainer.losses import Summands, with_count
 from ddpilot.trainer.ranks import (
     group_here,
     is_on_ranks,
+    load_state,
     report_ignored_ranks,
+    rollback_on_error,
     run_on_ranks,
     run_once,
+    unpack_late_error,
 )
-from ddpilot.trainer.result import load_state, rollback_on_error, unpack_late_error
 from ddpilot.trainer.run import Forward, call_model, find_inner
 from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batch_size
 from ddpilot.training.batches import Loader
@@ -53,7 +55,7 @@ from ddpilot.training.evaluation.evaluate import predict_batch
 from ddpilot.training.learning_rate import LearningRateSearch, check_range, joint_mean, sweep
 from ddpilot.training.loop import Loop
 from ddpilot.training.loss_weights import add_losses
-from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.ddp import DDPOptions
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.options import CheckpointOptions, keywords_of, naming_arguments
 from ddpilot.training.step.precision import Precision
@@ -360,10 +362,8 @@ class Trainer(TrainerCore):
 def _loop_here(trainer: TrainerCore) -> Loop:
     """Return a loop with the trainer's precision; this process's random states stay as they are. Collective."""
     group = group_here()
-    rng = capture_rng(group.device)
-    loop = Loop(trainer.seed, precision=trainer.precision, group=group, progress=False)
-    restore_rng(rng, group.device)
-    return loop
+    with fork_rng([group.device]):
+        return Loop(trainer.seed, precision=trainer.precision, group=group, progress=False)
 
 
 def evaluate_here(
@@ -449,8 +449,7 @@ def find_learning_rate_here(
 ) -> LearningRateSearch:
     """Implement `Trainer.find_learning_rate`, on a copy of the trainer. Collective."""
     group = group_here()
-    rng = capture_rng(group.device)
-    try:
+    with fork_rng([group.device]):
         trial = copy_trainer(trainer)
         loop = Loop(trainer.seed, accumulate=trainer.accumulate, precision=trainer.precision, group=group).trial()
         run, _ = prepare_fit(trial, loop, fit)
@@ -467,8 +466,6 @@ def find_learning_rate_here(
 
         loader, _ = make_loaders(fit, loop)
         found = sweep(loop, loader, run.optimizer, train_batch, min_lr, max_lr, num_updates)
-    finally:
-        restore_rng(rng, group.device)
     loop.print(found)
     return found
 

@@ -32,6 +32,14 @@ class Loader(Protocol):
         """Yield the parts from batch `first_batch` on; never ends if their `global_count` is None."""
 
 
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches of `loader`; None if it is unknown, as that of a stream."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 class LimitedLoader:
     """A loader that yields the first `max_batches` global batches of each epoch of `inner`; otherwise the same.
 
@@ -49,10 +57,8 @@ class LimitedLoader:
         return getattr(self.inner, name)
 
     def __len__(self) -> int:
-        try:
-            return min(len(self.inner), self.max_batches)  # type: ignore[arg-type]
-        except TypeError:  # a stream, whose length is unknown
-            return self.max_batches
+        length = length_of(self.inner)
+        return self.max_batches if length is None else min(length, self.max_batches)
 
     def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
         """Yield the parts of batches `first_batch` to `max_batches` - 1."""

@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ddpilot.data.batches import LocalBatch, SampleDigest
+from ddpilot.data.batches import LocalBatch, SampleDigest, mix_seed
 from ddpilot.data.global_batches import digest
-from ddpilot.data.sample_seeds import mix_seed
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import DataError, LoopError
-from ddpilot.training.batches import BatchPart, check_loader, is_uneven
+from ddpilot.training.batches import BatchPart, check_loader, is_uneven, length_of
 
 Ends = Literal["shortest", "longest"]
 _COMBINING = "combining loaders"
@@ -228,7 +227,7 @@ def _check(loaders: Sequence[Any], ends: object, weights: Sequence[float] | None
         raise LoopError(_COMBINING, found=f"`ends` is {ends!r}", fix="Use 'shortest' or 'longest'.")
     if weights is not None:
         _check_weights(weights, len(loaders))
-    lengths = [_length(loader) for loader in loaders]
+    lengths = [length_of(loader) for loader in loaders]
     if ends == "longest" and None in lengths:
         found = f"`ends='longest'`, and loader {lengths.index(None)} is of a dataset without a length"
         raise LoopError(_COMBINING, found=found, fix="Use ends='shortest', or give the dataset a `__len__`.")
@@ -247,10 +246,3 @@ def _check_weights(weights: Any, num: int) -> None:
         if not isinstance(number, int | float | np.number) or not 0 < number < math.inf:
             found = f"`weights` has {number!r}"
             raise LoopError(_COMBINING, found=found, fix="Give finite numbers above 0; leave other loaders out.")
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None

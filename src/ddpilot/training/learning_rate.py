@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
-from ddpilot.group.device import capture_rng, restore_rng
+from ddpilot.group.device import fork_rng
 from ddpilot.training.batches import Loader
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
@@ -104,8 +104,7 @@ def find_learning_rate(
     if is_sharded(unwrap(model)) or isinstance(optimizer, ShardedState):
         found = "parameters or optimizer state that are sharded, of which no copy can be made"
         raise _error(found, "Search before `prepare`, or without `shard=`.", loop.rank)
-    rng = capture_rng(loop.device)
-    try:
+    with fork_rng([loop.device]):
         trial = loop.trial()
         copied, own = trial.prepare(*copy.deepcopy((unwrap(model), optimizer)))
 
@@ -118,8 +117,6 @@ def find_learning_rate(
             return joint_mean(trial, loss, count)
 
         found_here = sweep(trial, loader, own, train_batch, min_lr, max_lr, num_updates)
-    finally:
-        restore_rng(rng, loop.device)
     loop.print(found_here)
     return found_here
 

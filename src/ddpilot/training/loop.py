@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -13,29 +13,27 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ddpilot.data.loaders import prepare_data_loader
 from ddpilot.data.options import naming_rank
+from ddpilot.errors import LoopError
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import Loader
 from ddpilot.training.combined import CombinedLoader
 from ddpilot.training.engine.core import LoopCore
-from ddpilot.training.engine.inference import Inference
 from ddpilot.training.engine.optimizer_steps import OptimizerSteps
 from ddpilot.training.engine.parts import LoopParts
 from ddpilot.training.engine.passes import Passes
 from ddpilot.training.engine.preparation import Preparation
-from ddpilot.training.logs.logger import Logger
+from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step, predict, update_batch_norm
+from ddpilot.training.logs.loggers import Logger
 from ddpilot.training.loss_weights import add_losses
 from ddpilot.training.models.comm_hooks import Comm
-from ddpilot.training.models.ddp_options import DDPOptions
-from ddpilot.training.models.sharding import (
-    ParameterSharding,
-)
-from ddpilot.training.notices import locating
+from ddpilot.training.models.ddp import DDPOptions
+from ddpilot.training.models.sharding import ParameterSharding
+from ddpilot.training.notices import locating, note_failures
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
-from ddpilot.training.resume.failure_note import note_failures
-from ddpilot.training.step.accumulation import Accumulation
-from ddpilot.training.step.accumulation_schedule import Accumulate
+from ddpilot.training.step.accumulation import Accumulate, Accumulation
 from ddpilot.training.step.averaging import Averaging, WeightAverage
 from ddpilot.training.step.precision import Kind
 
@@ -127,7 +125,6 @@ class Loop(LoopCore):
         self._preparation = Preparation(parts)
         self._passes = Passes(parts)
         self._steps = OptimizerSteps(parts)
-        self._inference = Inference(parts)
         self._trial_options = {**core, "check_finite": False, "progress": False, "group": self.group}
         note_failures(parts.count_updates)
         seed_all(seed)
@@ -406,7 +403,14 @@ class Loop(LoopCore):
         Raises NonFiniteError on all ranks for an earlier update that has not been reported yet, and LoopError unless
         exactly one of `metrics` and `step` is given.
         """
-        return self._inference.evaluate(model, loader, metrics, forward, step)
+        if (metrics is None) == (step is None) or (step is not None and forward is not None):
+            is_none = metrics is None and step is None
+            found = "neither `metrics` nor `step`" if is_none else "`step` next to `metrics` or `forward`"
+            raise LoopError("evaluating", found=found, fix="Give `metrics`, with `forward` if needed; or `step` alone.")
+        with self._reading():
+            if step is not None:
+                return evaluate_step(model, self._divided(loader), step, self.group)
+            return evaluate(model, self._divided(loader), metrics, self.group, forward)
 
     def predict(
         self,
@@ -431,7 +435,9 @@ class Loop(LoopCore):
 
         Raises NonFiniteError on all ranks for an earlier update that has not been reported yet.
         """
-        return self._inference.predict(model, loader, to, on_all_ranks, forward)
+        with self._reading():
+            divided = self._divided(loader)
+            return predict(model, divided, self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
 
     def update_batch_norm(
         self,
@@ -452,4 +458,25 @@ class Loop(LoopCore):
 
         Raises LoopError for a batch with a single value per channel.
         """
-        self._inference.update_batch_norm(model, loader, max_batches, forward)
+        self._parts.join()
+        self._parts.settle_averages()
+        options: dict[str, Any] = {"epoch": self.epoch, "max_batches": max_batches, "forward": forward}
+        with self.autocast():
+            update_batch_norm(model, self._divided(loader), self.group, **options)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Complete what is pending, and run the block in the loop's precision, outside of training's time."""
+        self._parts.join()
+        self._parts.before_read()
+        self._parts.checkpointer.report_resumed()
+        self._parts.settle_averages()
+        with self.autocast(), self._parts.clock.paused():
+            yield
+
+    def _divided(self, loader: Loader | DataLoader[Any]) -> Loader:
+        if not isinstance(loader, DataLoader):
+            return loader
+        # The batch size does not affect results here, so its meaning is not reported; ranks may also get no samples.
+        rank, world_size = self.rank, self.world_size
+        return prepare_data_loader(loader, rank=rank, world_size=world_size, seed=self.seed, empty_ranks=True)

@@ -18,6 +18,7 @@ from ddpilot.group.device import runs_behind
 from ddpilot.launching.rank_environment import WATCHED_VARIABLE
 from ddpilot.launching.rank_environment import is_watched as is_shown_here
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
+from ddpilot.training.batches import length_of
 from ddpilot.training.logs.throughput import Throughput
 
 LINE_INTERVAL_S = 30.0
@@ -142,7 +143,7 @@ class Progress:
         self._counts_updates = updates is not None
         if self.speed is not None:
             self.speed.begin()
-        self._current = self._make(desc, *((_length(loader), first_batch) if updates is None else updates[::-1]))
+        self._current = self._make(desc, *((length_of(loader), first_batch) if updates is None else updates[::-1]))
         try:
             yield
             self._take_loss(waits=True)
@@ -215,13 +216,6 @@ class Progress:
         parts = [f"{name} {value}" for name, value in {**loss, **self._shown}.items()]
         speed = "" if self.speed is None else self.speed.render()
         return ", ".join([*parts, speed] if speed else parts)
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # a stream, whose length is unknown
-        return None
 
 
 def is_watched() -> bool:

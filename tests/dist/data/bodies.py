@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import ddpilot
 from ddpilot.data.batches import LocalBatch
-from ddpilot.data.loaders import make_loader, make_stream_loader
-from ddpilot.data.map_loader import MapLoader
+from ddpilot.data.loaders import MapLoader, make_loader, make_stream_loader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Augmented, Resumable, Stream, rows
 

@@ -34,7 +34,7 @@ from ddpilot.callbacks import (
     Timers,
 )
 from ddpilot.checkpoint.weights import load_weights
-from ddpilot.trainer.callbacks.timers import PARTS
+from ddpilot.trainer.callbacks.performance import PARTS
 from ddpilot.trainer.run import Run
 from tests.dist.trainer.bodies import launcher
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot import FakeGroup, RankError
 from ddpilot.errors import LoopError
-from ddpilot.training.evaluation.predict import read_predictions
+from ddpilot.training.evaluation.evaluate import read_predictions
 from ddpilot.training.loop import Loop
 from tests.conftest import CHILDREN, TORCHMETRICS_ALONE
 from tests.dist.training.bodies import launch

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot.errors import LoopError, RemoteRankError
-from ddpilot.training.logs.files import JsonLinesLogger
+from ddpilot.training.logs.loggers import JsonLinesLogger
 from ddpilot.training.loop import Loop
 from tests.dist.training.bodies import launch
 

@@ -13,7 +13,7 @@ from ddpilot.checkpoint.collective import CollectiveCheckpoints
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.errors import CheckpointError
-from ddpilot.group.fake import FakeGroup
+from ddpilot.group.protocol import FakeGroup
 
 SHARDS: dict[tuple[str, ...], torch.Tensor] = {
     ("model", "weight"): torch.arange(3.0),

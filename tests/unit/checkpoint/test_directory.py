@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from ddpilot.checkpoint.atomic_files import call_in_background
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
@@ -181,7 +182,7 @@ def test_background_failure_is_raised_when_it_is_not_the_disks(tmp_path: Path) -
     """A mistake in the writing is no full disk: it surfaces as an error, with its cause, at the next call."""
     directory = CheckpointDir(tmp_path)
     nothing: dict[str, None] = {}
-    directory._start(lambda: nothing["mistake"])
+    directory._future = call_in_background(lambda: nothing["mistake"])
     with pytest.raises(CheckpointError, match="saving a checkpoint: KeyError: 'mistake'") as caught:
         directory.save(RunProgress(step=2), weights={})
     assert isinstance(caught.value.__cause__, KeyError)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpilot.checkpoint.atomic_files import read_facts
-from ddpilot.checkpoint.joint_write import SHARDS_FILE
+from ddpilot.checkpoint.atomic_files import SHARDS_FILE, read_facts
 from ddpilot.checkpoint.shard_files import (
     ShardReader,
     TensorPath,

@@ -25,8 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpilot.data.loaders import make_loader, make_stream_loader, prepare_data_loader
-from ddpilot.data.map_loader import MapLoader
+from ddpilot.data.loaders import MapLoader, make_loader, make_stream_loader, prepare_data_loader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Augmented, Counted, Resumable, SizedStream, Stream, read_world, rows
 

@@ -21,7 +21,7 @@ from ddpilot.group.device import (
     share_devices,
     use_device,
 )
-from ddpilot.group.fake import FakeGroup
+from ddpilot.group.protocol import FakeGroup
 
 CPU = DeviceFacts(None, 0, local_rank=1)
 CUDA = DeviceFacts("cuda", 4, local_rank=2, accelerator_backend="nccl", backends=frozenset({"gloo", "nccl"}))

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import ddpilot
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.errors import LoopError
-from ddpilot.group.fake import FakeGroup
+from ddpilot.group.protocol import FakeGroup
 from ddpilot.trainer.callbacks.best_epoch import BestWeights, EarlyStopping
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)

@@ -22,8 +22,8 @@ from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.errors import CheckpointError, LoopError
 from ddpilot.trainer.callbacks.best_epoch import BestWeights, EarlyStopping
 from ddpilot.trainer.callbacks.logs import CsvLog, JsonLinesLog
-from ddpilot.trainer.callbacks.timers import Timers
-from ddpilot.training.interval import Interval
+from ddpilot.trainer.callbacks.performance import Timers
+from ddpilot.training.options import Interval
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)
 DATA = TensorDataset(X, X.sum(1, keepdim=True))

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddpilot.errors import LoopError
-from ddpilot.group.fake import FakeGroup
-from ddpilot.trainer.fit.loaders import make_loader_of
+from ddpilot.group.protocol import FakeGroup
+from ddpilot.trainer.fit.preparation import make_loader_of
 from ddpilot.trainer.losses import check_weighted, with_count
 from ddpilot.trainer.ranks import is_on_ranks
 from ddpilot.trainer.run import call_model

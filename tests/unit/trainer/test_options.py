@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from ddpilot import Trainer
 from ddpilot.data.options import LoaderOptions
-from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.ddp import DDPOptions
 from ddpilot.training.options import CheckpointOptions
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from ddpilot.errors import DataError, LoopError
-from ddpilot.group.fake import FakeGroup
+from ddpilot.group.protocol import FakeGroup
 from ddpilot.training.combined import CombinedLoader
 from ddpilot.training.loop import Loop
 from ddpilot.training.resume.position import describe_data

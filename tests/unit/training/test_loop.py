@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpilot import FakeGroup
-from ddpilot.data.map_loader import MapLoader
+from ddpilot.data.loaders import MapLoader
 from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError, NonFiniteError

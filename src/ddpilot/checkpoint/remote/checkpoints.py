@@ -30,8 +30,7 @@ from ddpilot.checkpoint.format import (
     read_pointer,
 )
 from ddpilot.checkpoint.manifest import FILE_NAME, Manifest, parse_manifest
-from ddpilot.checkpoint.remote.store import RemoteStore
-from ddpilot.checkpoint.remote.uploads import Uploads
+from ddpilot.checkpoint.remote.store import RemoteStore, Uploads
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 
 _UPLOADED = ".uploaded"

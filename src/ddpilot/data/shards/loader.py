@@ -1,22 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ShardLoader`: loads a rank's pieces of the global batches of a dataset of shards, with torch's workers."""
+"""`ShardLoader`: one rank's batches of a dataset of shards, and how a rank or worker reads its shards."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
-from ddpilot.data.batches import LocalBatch, render_loader
+from ddpilot.data.batches import LocalBatch, mix_seed, random_apart, render_loader, seed_random
+from ddpilot.data.global_batches import draw_permutation
+from ddpilot.data.nested import without_rows
 from ddpilot.data.options import Collate
-from ddpilot.data.sample_seeds import mix_seed
-from ddpilot.data.shards.order import ShardOrder, ShardPlan, Take
-from ddpilot.data.shards.reader import ShardReader, ShardRequest
-from ddpilot.data.workers import Workers
+from ddpilot.data.shards.files import describe_shard
+from ddpilot.data.shards.order import LaneStart, ShardOrder, ShardPlan, Take
+from ddpilot.data.workers import Failure, Workers, catch_failure
 from ddpilot.errors import DataError
+
+
+class ShardRequest(NamedTuple):
+    """One batch to read."""
+
+    pass_number: int
+    """A different one closes all lanes."""
+    attempt: int
+    """Is returned with the piece: batches are requested again after the end of a lane was found."""
+    epoch: int
+    batch: int
+    takes: tuple[Take, ...]
+    starts: tuple[LaneStart, ...]
+    """Where to open the lane of each take if it is not open: before the first batch that was not yielded yet."""
+    is_final: bool
+    """True if no earlier batch can be requested again. Otherwise the records from `starts` on are kept."""
+    is_empty: bool
+    """True if the rank has no sample of the batch; `takes` is then one sample, of which an empty batch is made."""
+
+
+class ShardPiece(NamedTuple):
+    """A rank's part of a batch that was read."""
+
+    data: Any
+    """The samples, collated; None if the shards have fewer samples than requested."""
+    lengths: dict[int, int]
+    """Number of samples of each shard whose end was reached since the previous batch."""
+    attempt: int
+
+
+_READING, _DECODING, _COLLATING = 2, 3, 1
+
+
+class ShardReader(Dataset[Any]):
+    """A dataset of whole pieces: `reader.__getitems__([request])` is a `ShardPiece` or a `Failure`.
+
+    It keeps lanes open between calls. A request of None is answered by None.
+    """
+
+    def __init__(self, dataset: Any, plan: ShardPlan, *, collate: Collate, seeded: bool) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._collate = collate
+        self._seeded = seeded
+        self._decode: Callable[[Any], Any] | None = getattr(dataset, "decode", None)
+        self._pass_number = -1
+        self._epoch = -1
+        self._shards: list[list[int]] = []
+        self._lanes: dict[int, _Lane] = {}
+        self._lengths: dict[int, int] = {}
+        self._doing: object = ""
+        """For errors: what is being done, as text or a `_Place`."""
+
+    def __getitems__(self, requests: Sequence[ShardRequest | None]) -> ShardPiece | Failure | None:
+        (request,) = requests
+        if request is None:
+            return None
+        try:
+            with random_apart() if self._seeded else nullcontext():
+                self._start(request)
+                return self._read(request)
+        except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
+            self._close()
+            doing = f"{self._doing} (batch {request.batch} of epoch {request.epoch})"
+            fix = "Call `collate_fn` with these samples, without workers."
+            if isinstance(self._doing, _Place):
+                fix = f"Read that shard without a loader: `list(dataset.open({self._doing.shard}))`."
+            return catch_failure(doing, fix, error)
+
+    def _start(self, request: ShardRequest) -> None:
+        if request.pass_number == self._pass_number:
+            return
+        self._close()
+        self._pass_number = request.pass_number
+        self._doing = "beginning an epoch of shards"
+        if request.epoch != self._epoch:
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(request.epoch)
+            self._shards = self._plan.deal_shards(request.epoch)
+        self._epoch = request.epoch
+
+    def _close(self) -> None:
+        """Close the open shards."""
+        for lane in self._lanes.values():
+            lane.records.close()
+        self._lanes, self._lengths = {}, {}
+
+    def _read(self, request: ShardRequest) -> ShardPiece:
+        samples: list[Any] = []
+        for take, start in zip(request.takes, request.starts, strict=True):
+            samples += self._take(take, start, request.is_final)
+        is_short = len(samples) < sum(take.num for take in request.takes)
+        lengths, self._lengths = self._lengths, {}
+        if is_short:  # the batch will be requested again, with other lanes
+            return ShardPiece(None, lengths, request.attempt)
+        self._doing = f"collating {len(samples)} samples"
+        self._seed(request.batch, _COLLATING)
+        data = self._collate(samples)
+        if request.is_empty:
+            data = without_rows(data, self._collate([*samples, *samples]))
+        return ShardPiece(data, lengths, request.attempt)
+
+    def _take(self, take: Take, start: LaneStart, is_final: bool) -> Iterator[Any]:
+        lane = self._lanes.get(take.lane)
+        if lane is None or lane.first > take.position:
+            if lane is not None:
+                lane.records.close()
+            lane = self._lanes[take.lane] = _Lane(self._read_lane(self._shards[take.lane], start), start.position)
+        lane.forget(take.position if is_final else start.position)
+        for position in range(take.position, take.position + take.num):
+            found = lane.get(position)
+            if found is None:
+                return
+            shard, number, record = found
+            self._doing = _Place(self._dataset, "decoding", shard, number)
+            self._seed(shard, number, _DECODING)
+            yield record if self._decode is None else self._decode(record)
+
+    def _read_lane(self, shards: Sequence[int], start: LaneStart) -> Generator[tuple[int, int, Any], None, None]:
+        """Yield shard, number in the shard, and record, from `start` on."""
+        skip = start.skip
+        for shard in shards[start.place :]:
+            yield from self._read_shard(shard, skip)
+            skip = 0
+
+    def _read_shard(self, shard: int, skip: int) -> Generator[tuple[int, int, Any], None, None]:
+        size, known = self._plan.block_size, self._plan.lengths[shard]
+        number = skip - skip % size
+        self._go_to(shard, number)
+        records = iter(self._dataset.open(shard, skip=number))
+        is_open = True
+        try:
+            while is_open:
+                block: list[Any] = []
+                # After the last sample that is known of, one more is asked for: there should be none.
+                while is_open and (len(block) < size or number + len(block) == known):
+                    self._go_to(shard, number + len(block))
+                    try:
+                        block.append(next(records))
+                    except StopIteration:
+                        is_open = False
+                self._check_length(shard, number + len(block), is_open, skip)
+                places = self._permute(shard, number, len(block))
+                for place in places[max(0, skip - number) :]:
+                    yield shard, number + place, block[place]
+                number += len(block)
+        finally:
+            if isinstance(records, Generator):
+                records.close()
+        self._lengths[shard] = number
+
+    def _permute(self, shard: int, number: int, length: int) -> Sequence[int]:
+        if length < 2 or self._plan.block_size == 1:
+            return range(length)
+        seed = mix_seed(self._plan.seed, shard, number)
+        order: list[int] = draw_permutation(length, seed, self._epoch).tolist()
+        return order
+
+    def _check_length(self, shard: int, num_read: int, is_open: bool, skip: int) -> None:
+        """Raise DataError if the shard has more or fewer samples than was said, or than were read of it before."""
+        known = self._plan.lengths[shard]
+        if known is not None and (num_read > known or (not is_open and num_read < known)):
+            raise DataError(
+                f"reading {describe_shard(self._dataset, shard)}",
+                found=f"{num_read}{' or more' * is_open} samples, and `num_samples({shard})` is {known}",
+                fix="Let `num_samples` return the length of what `open` yields, or None.",
+            )
+        if not is_open and num_read < skip:
+            raise DataError(
+                f"reading {describe_shard(self._dataset, shard)} from sample {skip} on",
+                found=f"it has {num_read} samples, and {skip} of it were read before",
+                fix="Let `open` yield the same records each time; or start over, if the data has changed.",
+            )
+
+    def _go_to(self, shard: int, number: int) -> None:
+        self._doing = _Place(self._dataset, "reading", shard, number)
+        self._seed(shard, number, _READING)
+
+    def _seed(self, *parts: int) -> None:
+        if self._seeded:
+            seed_random(mix_seed(self._plan.seed, self._epoch, *parts))
+
+
+class _Place(NamedTuple):
+    """What is being done with which sample; rendered for errors only."""
+
+    dataset: Any
+    verb: str
+    shard: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.verb} sample {self.number} of {describe_shard(self.dataset, self.shard)}"
+
+
+class _Lane:
+    """An open lane, which keeps the records that may be requested again."""
+
+    def __init__(self, records: Generator[tuple[int, int, Any], None, None], first: int) -> None:
+        self.records = records
+        self.first = first
+        """Number in the lane of the first record that is kept, or else of the next one."""
+        self._kept: deque[tuple[int, int, Any]] = deque()
+
+    def get(self, position: int) -> tuple[int, int, Any] | None:
+        """Return shard, number in the shard, and record number `position` of the lane; None if it ends before it."""
+        while self.first + len(self._kept) <= position:
+            found = next(self.records, None)
+            if found is None:
+                return None
+            self._kept.append(found)
+        return self._kept[position - self.first]
+
+    def forget(self, position: int) -> None:
+        """Drop the records before `position`; those that were not read yet are read."""
+        while self.first < position:
+            if self._kept:
+                self._kept.popleft()
+            elif next(self.records, None) is None:
+                return
+            self.first += 1
+
 
 MergeLengths = Callable[[dict[int, int]], Mapping[int, int]]
 

@@ -29,7 +29,7 @@ from ddpilot.gpu_check.checks.accelerator import (
     run_ranks,
     wait_for,
 )
-from ddpilot.group.fake import FakeGroup
+from ddpilot.group.protocol import FakeGroup
 from ddpilot.launcher import Launcher
 from ddpilot.trainer.trainer import Trainer
 from ddpilot.training.loop import Loop

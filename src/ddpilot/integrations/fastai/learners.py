@@ -29,9 +29,8 @@ from ddpilot.environments.private_files import lock_file, make_own_folder, open_
 from ddpilot.errors import GroupError
 from ddpilot.group.process_group import Group
 from ddpilot.integrations.fastai.callbacks import ShareData, TrainTogether, is_shared
-from ddpilot.integrations.fastai.loaders import can_share
+from ddpilot.integrations.fastai.loaders import can_share, own_random, start_equal
 from ddpilot.integrations.fastai.metrics import collect_predictions, count_batch
-from ddpilot.integrations.fastai.random_state import own_random, start_equal
 from ddpilot.integrations.libraries import holders, replace, wrap
 from ddpilot.session.apps import AppContext
 

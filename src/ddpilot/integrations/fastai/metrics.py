@@ -13,6 +13,7 @@ from fastai.torch_core import to_concat, to_detach, to_device
 
 from ddpilot.group.process_group import Group
 from ddpilot.integrations.fastai.loaders import Share
+from ddpilot.integrations.libraries import replace
 
 _AVERAGES = (AvgMetric, AvgLoss)
 _NOT_COUNTED = (AvgSmoothLoss, ValueMetric)  # made of losses that are equal on all ranks; not computed from batches
@@ -105,11 +106,7 @@ def _whole_batch(learn: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _changed(owner: Any, **changes: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in changes}
-    for name, value in changes.items():
-        setattr(owner, name, value)
-    try:
+    with contextlib.ExitStack() as until_done:
+        for name, value in changes.items():
+            replace(until_done, owner, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

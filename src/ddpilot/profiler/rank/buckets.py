@@ -19,7 +19,7 @@ from weakref import ref
 from torch._C._distributed_c10d import Work
 
 from ddpilot.errors import RecordError
-from ddpilot.group.measurements.all_reduce import time_all_reduce
+from ddpilot.group.measurements import time_all_reduce
 from ddpilot.guard.probe import Notes
 from ddpilot.profiler.rank.device_clock import DeviceClock
 from ddpilot.record.collectives.recorder import reducer_observers

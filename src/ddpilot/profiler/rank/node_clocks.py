@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import TopologyError
-from ddpilot.group.measurements.clocks import ClockServer, ask_clock
+from ddpilot.group.measurements import ClockServer, ask_clock
 
 _EVERY_S = 1.0
 _NUM_TRIES = 10

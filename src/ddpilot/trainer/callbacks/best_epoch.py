@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpilot.checkpoint.atomic_files import HashingFile
-from ddpilot.checkpoint.monitor import Monitor
+from ddpilot.checkpoint.manifest import Monitor
 from ddpilot.checkpoint.safetensors_file import check_dtypes, write_safetensors
 from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.group.decorators import on_ranks
@@ -20,11 +20,19 @@ from ddpilot.group.device import broadcast_tensors
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.logs import epoch_row
 from ddpilot.trainer.run import Run, find_inner
-from ddpilot.training.interval import Interval
-from ddpilot.training.logs.logger import numbers
-from ddpilot.training.models.sharding import has_sharded_layer, reshard, sharded_layers
-from ddpilot.training.models.shards import divide_as, gather, has_shards, is_shard, local_part
+from ddpilot.training.logs.loggers import numbers
+from ddpilot.training.models.sharding import (
+    divide_as,
+    gather,
+    has_sharded_layer,
+    has_shards,
+    is_shard,
+    local_part,
+    reshard,
+    sharded_layers,
+)
 from ddpilot.training.models.strategy import strategy_of
+from ddpilot.training.options import Interval
 
 
 class _BestEpoch(Callback):
@@ -40,6 +48,17 @@ class _BestEpoch(Callback):
     def monitor(self) -> str:
         """The monitored metric."""
         return self._monitor.name
+
+    def on_epoch_end(self, run: Run) -> None:
+        if not run.validate_every.counts_updates:
+            self._look(run, "epochs")
+
+    def on_interval_end(self, run: Run) -> None:
+        self._look(run, "validations")
+
+    def _look(self, run: Run, unit: str) -> None:
+        """Act on the row of an epoch, or of a validation at the end of an interval."""
+        raise NotImplementedError
 
     def _improves(self, run: Run) -> bool | None:
         """True if the last epoch or interval is the best one so far; it then becomes `best_epoch` and `best_update`.
@@ -136,13 +155,6 @@ class EarlyStopping(_BestEpoch):
             self._weights = [divide_as(own, best).cpu() for own, best in zip(_tensors(run), self._weights, strict=True)]
         elif self._restore_best and self.best is not None:
             self._weights = _copy(run)  # an earlier fit ended with the best weights
-
-    def on_epoch_end(self, run: Run) -> None:
-        if not run.validate_every.counts_updates:
-            self._look(run, "epochs")
-
-    def on_interval_end(self, run: Run) -> None:
-        self._look(run, "validations")
 
     def _look(self, run: Run, unit: str) -> None:
         improves = self._improves(run)
@@ -247,14 +259,7 @@ class BestWeights(_BestEpoch):
         if run.loop.group.is_rank_zero:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
-    def on_epoch_end(self, run: Run) -> None:
-        if not run.validate_every.counts_updates:
-            self._write_if_best(run)
-
-    def on_interval_end(self, run: Run) -> None:
-        self._write_if_best(run)
-
-    def _write_if_best(self, run: Run) -> None:
+    def _look(self, run: Run, unit: str) -> None:
         improves = on_ranks(0, broadcast=True)(self._improves) if has_sharded_layer(run.model) else self._improves
         if not improves(run):
             return

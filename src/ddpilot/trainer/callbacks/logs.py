@@ -11,9 +11,16 @@ from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.history import flatten
 from ddpilot.trainer.run import Run
-from ddpilot.training.logs.files import CsvLogger, JsonLinesLogger
-from ddpilot.training.logs.logger import Logger, LogStart, plain
-from ddpilot.training.logs.services import MLflowLogger, TensorBoardLogger, WandbLogger
+from ddpilot.training.logs.loggers import (
+    CsvLogger,
+    JsonLinesLogger,
+    Logger,
+    LogStart,
+    MLflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    plain,
+)
 
 
 def update_row(run: Run) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.logs import check_every
 from ddpilot.trainer.run import Run
-from ddpilot.training.logs.logger import plain
-from ddpilot.training.models.shards import total_norm
+from ddpilot.training.logs.loggers import plain
+from ddpilot.training.models.registry import parameters_of
+from ddpilot.training.models.sharding import total_norm
 
 
 class _StepMonitor(Callback):
@@ -121,7 +122,7 @@ class Norms(_StepMonitor):
             self._read()
             self._waiting = {"update": update}
         suffix = _suffix(run, name)
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [p for p in parameters_of(optimizer) if p.grad is not None]
         values = _norms(held, suffix, optimizer)
         if self._layers:
             layers: dict[str, list[torch.Tensor]] = {}
@@ -141,7 +142,7 @@ class Norms(_StepMonitor):
 
 
 @torch.no_grad()
-def _norms(parameters: list[torch.Tensor], suffix: str, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def _norms(parameters: Sequence[torch.Tensor], suffix: str, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     gradient = total_norm([p.grad for p in parameters if p.grad is not None])
     # A fused optimizer unscales fp16 gradients itself, in its step.
     scale = getattr(optimizer, "grad_scale", None)

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.run import Run
-from ddpilot.training.interval import Interval
+from ddpilot.training.options import Interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

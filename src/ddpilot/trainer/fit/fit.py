@@ -20,21 +20,18 @@ from ddpilot.group.decorators import on_ranks
 from ddpilot.group.device import capture_rng, restore_rng
 from ddpilot.trainer.callback import CallbackRunner
 from ddpilot.trainer.core import Position, TrainerCore
-from ddpilot.trainer.fit.epochs import FitEpochs
-from ddpilot.trainer.fit.loaders import limit_loaders, make_loaders
-from ddpilot.trainer.fit.messages import report_skipped_rest, report_stop
-from ddpilot.trainer.fit.preparation import copy_trainer, prepare_fit
+from ddpilot.trainer.fit.epochs import FitEpochs, report_skipped_rest, report_stop
+from ddpilot.trainer.fit.preparation import copy_trainer, limit_loaders, make_loaders, prepare_fit
 from ddpilot.trainer.fit_options import FitOptions
-from ddpilot.trainer.ranks import group_here
-from ddpilot.trainer.result import FitResult, collect_result
+from ddpilot.trainer.ranks import FitResult, collect_result, group_here
 from ddpilot.trainer.run import Run
 from ddpilot.training.coordination.stop import StopSignals
-from ddpilot.training.interval import EACH_EPOCH
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import ShardedState
-from ddpilot.training.models.shards import has_shards
+from ddpilot.training.models.sharding import has_shards
+from ddpilot.training.options import EACH_EPOCH
 from ddpilot.training.resume.position import describe_data
-from ddpilot.training.step.accumulation_schedule import AccumulationSchedule
+from ddpilot.training.step.accumulation import AccumulationSchedule
 
 
 def fit_on_rank(trainer: TrainerCore, fit: FitOptions) -> FitResult | None:

@@ -14,8 +14,7 @@ from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError, list_names
 from ddpilot.training.loss_weights import walk
 from ddpilot.training.models.ddp import unwrap
-from ddpilot.training.models.reducer import is_finished
-from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects
+from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects, is_finished
 
 _NOTE = "require_forward_param_sync"
 _UNUSED = "not used since this update began"

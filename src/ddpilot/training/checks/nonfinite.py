@@ -20,7 +20,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.models.ddp import reduces_in_fp16, unwrap
-from ddpilot.training.models.shards import has_shards, is_shard, is_true_everywhere, local_part, local_parts
+from ddpilot.training.models.sharding import has_shards, is_shard, is_true_everywhere, local_part, local_parts
 
 _NUM_NAMED = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

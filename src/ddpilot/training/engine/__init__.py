@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Loop` does: prepare, pass over data, step, evaluate. Imports every other package of `training`."""
+"""What `Loop` does: prepare, pass over data, step. Imports every other package of `training`."""

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.checkpoint.collective import load_jointly, load_shards_jointly
-from ddpilot.data.loaders import make_loader, make_shard_loader, make_stream_loader, prepare_data_loader
-from ddpilot.data.map_loader import MapLoader
-from ddpilot.data.shards.dataset import is_dataset_of_shards
+from ddpilot.data.loaders import MapLoader, make_loader, make_shard_loader, make_stream_loader, prepare_data_loader
+from ddpilot.data.shards.files import is_dataset_of_shards
 from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OptimizerSteps`: clip gradients, check them, step an optimizer and count the update."""
+"""`OptimizerSteps`: clip gradients, check them, step an optimizer, with a closure or not, and count the update."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ddpilot.training.models.optimizers import (
     needs_closure,
     step_scheduler,
 )
-from ddpilot.training.models.registry import OptimizerRecord
-from ddpilot.training.models.shards import clip, clip_values, total_norm
+from ddpilot.training.models.registry import OptimizerRecord, parameters_of
+from ddpilot.training.models.sharding import clip, clip_values, total_norm
 from ddpilot.training.options import check_clipping
-from ddpilot.training.step.closure import Evaluations
+from ddpilot.training.step.update import UpdateState
 
 Closure = Callable[[], object]
 Parameters = Iterable[torch.Tensor] | torch.Tensor
@@ -121,3 +121,42 @@ class OptimizerSteps:
             if is_out_of_memory(error) or not is_about_closure(error):
                 raise
             raise needs_closure(optimizer) from error
+
+
+class Evaluations:
+    """The closure of `Loop.step` as the optimizer gets it: each call returns the loss over all ranks. Collective.
+
+    `ahead`: evaluate `closure` once now, for optimizers that read the gradients before they call their closure. The
+    first call returns that evaluation, unless the optimizer has changed the weights or cleared the gradients before.
+    """
+
+    def __init__(
+        self, updates: UpdateState, closure: Callable[[], object], optimizer: Optimizer, *, ahead: bool
+    ) -> None:
+        self._updates = updates
+        self._closure = closure
+        self._optimizer = optimizer
+        self._known: torch.Tensor | None = None
+        self._before: list[tuple[torch.Tensor, int, int]] = []
+        if ahead:
+            self._known = updates.evaluate(closure, optimizer)
+            # Copies, not version counters, which `parameter.data.add_()` does not change.
+            self._before = [(one.detach().clone(), *_identity(one.grad)) for one in parameters_of(optimizer)]
+
+    def __call__(self) -> torch.Tensor:
+        """Return the loss over all ranks, shape (), and leave its gradients in the parameters."""
+        known, self._known = self._known, None
+        if known is not None and self._is_unchanged():
+            return known
+        return self._updates.evaluate(self._closure, self._optimizer)
+
+    def _is_unchanged(self) -> bool:
+        # The weights and gradients are equal on all ranks, and so is the result.
+        return all(
+            (number, version) == _identity(one.grad) and torch.equal(one, weights)
+            for one, (weights, number, version) in zip(parameters_of(self._optimizer), self._before, strict=True)
+        )
+
+
+def _identity(gradient: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)

@@ -13,9 +13,8 @@ from ddpilot.training.checks.ddp_bypass import UnpreparedCheck
 from ddpilot.training.checks.nonfinite import FiniteCheck
 from ddpilot.training.coordination.out_of_memory import find_sharing
 from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, StopSignals
-from ddpilot.training.logs.logger import Logger
+from ddpilot.training.logs.loggers import Logger, check_loggers
 from ddpilot.training.logs.recorder import LogRecorder
-from ddpilot.training.logs.services import check_loggers
 from ddpilot.training.logs.throughput import Throughput, TrainingClock
 from ddpilot.training.models.registry import PreparedObjects
 from ddpilot.training.notices import warn_findings
@@ -24,9 +23,8 @@ from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
 from ddpilot.training.resume.position import RunPosition
 from ddpilot.training.resume.tracked_state import TrackedState
-from ddpilot.training.step.accumulation_schedule import Accumulate, AccumulationSchedule
-from ddpilot.training.step.averaging import WeightAverages
-from ddpilot.training.step.local_sgd import LocalUpdates
+from ddpilot.training.step.accumulation import Accumulate, AccumulationSchedule
+from ddpilot.training.step.averaging import LocalUpdates, WeightAverages
 from ddpilot.training.step.precision import Kind, Precision
 from ddpilot.training.step.update import UpdateState
 

@@ -187,7 +187,7 @@ class Passes:
         """End a pass that read all batches."""
         parts, position = self._parts, self._position
         parts.before_read()
-        parts.log.end_pass()
+        parts.log.end_update(ends=True)
         is_empty = position.next_batch and self._updates.batch is None
         if is_empty and "dataset_length" not in describe_data(loader):
             self._checkpointer.report_nothing_left()

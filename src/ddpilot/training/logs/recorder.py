@@ -16,7 +16,7 @@ from ddpilot.errors import LoopError, RemoteRankError
 from ddpilot.group.device import runs_behind
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
-from ddpilot.training.logs.logger import Logger, LogStart
+from ddpilot.training.logs.loggers import Logger, LogStart
 from ddpilot.training.logs.throughput import Throughput, find_peak_flops
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
@@ -107,7 +107,7 @@ class LogRecorder:
         """What the end of the process finds: True in `epochs`, which did not come to its end then."""
         self._on_rank_zero(self._check)
         if group.is_rank_zero and self._loggers:
-            weakref.finalize(self, _close_left, self._loggers, self._left)
+            weakref.finalize(self, _close, self._loggers, self._left)
 
     def _check(self) -> None:
         for one in self._loggers:
@@ -164,10 +164,6 @@ class LogRecorder:
         self._rates.begin()
         if ends or not runs_behind(self._group.device):
             self._write_late()  # on an accelerator with the next update, for which the device need not be waited for
-
-    def end_pass(self) -> None:
-        """At the end of a pass: write what is left. Collective."""
-        self.end_update(ends=True)
 
     def begin_pass(self) -> None:
         """Open the loggers, if they are not, and measure the speed from here on. Collective."""
@@ -245,12 +241,13 @@ class LogRecorder:
             if self._failure is not None:
                 write_stderr(f"the last rows of the logs were not written: {self._failure!r}")
             if self._group.is_rank_zero:
-                _close(self._loggers, failed=failed)
+                _close(self._loggers, {"failed": failed})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of rows, the values since the last row, and the loggers' states. Collective."""
         self._write_late()
-        joined = self._join({name: _settled(entry) for name, entry in self._entries.items()}, {}, {})[0]
+        own = {name: (one.reduce, float(one.total), one.weight) for name, one in self._entries.items()}
+        joined = self._join(own, {}, {})[0]
         return {
             "rows": self._num_rows or 0,
             "row_update": self._row_update,
@@ -270,10 +267,11 @@ class LogRecorder:
                     one.load_state_dict(saved)
 
     def _send(self) -> dict[str, tuple[str, float | PendingScalar, float]]:
-        return {
-            name: (one.reduce, self._sender.send(one.total) if _is_behind(one.total) else float(one.total), one.weight)
-            for name, one in self._entries.items()
-        }
+        sent: dict[str, tuple[str, float | PendingScalar, float]] = {}
+        for name, one in self._entries.items():
+            is_behind = isinstance(one.total, torch.Tensor) and runs_behind(one.total.device)
+            sent[name] = one.reduce, self._sender.send(one.total) if is_behind else float(one.total), one.weight
+        return sent
 
     def _write_late(self) -> None:
         row, self._late = self._late, None
@@ -379,21 +377,9 @@ class LogRecorder:
             )
 
 
-def _close(loggers: Sequence[Logger], *, failed: bool = False) -> None:
+def _close(loggers: Sequence[Logger], how: Mapping[str, bool]) -> None:
     for one in loggers:
-        one.close(failed=failed)
-
-
-def _close_left(loggers: Sequence[Logger], left: Mapping[str, bool]) -> None:
-    _close(loggers, failed=left["failed"])
-
-
-def _is_behind(number: Number) -> bool:
-    return isinstance(number, torch.Tensor) and runs_behind(number.device)
-
-
-def _settled(entry: _Entry) -> tuple[str, float, float]:
-    return entry.reduce, float(entry.total), entry.weight
+        one.close(**how)
 
 
 def _lacks_count(value: object) -> bool:

@@ -28,7 +28,7 @@ _PEAK_TFLOPS = {
     "V100": 125,
     "T4": 65,
 }
-"""`Throughput`: samples per second, the share of time spent waiting for data, and memory; peaks of devices."""
+"""Peaks in TFLOP/s, dense and in 16 bits, by a part of the device's name."""
 
 
 class TrainingClock:

@@ -22,7 +22,7 @@ from ddpilot.findings.display import Findings, render_html, render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.ddp_options import Choice
+from ddpilot.training.models.ddp import Choice
 from ddpilot.training.models.optimizers import ShardedState, local_optimizer
 from ddpilot.training.models.registry import PreparedModel, PreparedObjects
 

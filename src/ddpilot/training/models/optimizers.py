@@ -19,7 +19,8 @@ from ddpilot.errors import LoopError, MismatchedCheckpointError
 from ddpilot.group.device import broadcast_tensors
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.loss_weights import Objective
-from ddpilot.training.models.shards import divide_as, gather, has_shards, is_shard
+from ddpilot.training.models.registry import parameters_of
+from ddpilot.training.models.sharding import divide_as, gather, has_shards, is_shard
 from ddpilot.training.models.strategy import strategy_of
 
 
@@ -48,7 +49,7 @@ def share_state(optimizer: Optimizer, group: GroupLike) -> None:
     has_state = torch.tensor([float(bool(optimizer.state))], device=group.device)
     if not group.all_reduce(has_state, "max").item():
         return
-    parameters = _parameters(optimizer)
+    parameters = list(parameters_of(optimizer))
     state = {number: optimizer.state[one] for number, one in enumerate(parameters) if one in optimizer.state}
     held: dict[Any, Any] = optimizer.state
     more = {key: value for key, value in held.items() if not isinstance(key, torch.Tensor)}
@@ -100,7 +101,7 @@ def full_state(thing: Optimizer | nn.Module) -> dict[str, Any]:
     if isinstance(thing, ShardedState):
         return thing.gather_state()
     state = thing.state_dict()
-    return _gather(state) if has_shards(_parameters(thing)) else state
+    return _gather(state) if has_shards(parameters_of(thing)) else state
 
 
 def load_full_state(thing: Optimizer | nn.Module, state: Mapping[str, Any]) -> None:
@@ -116,9 +117,9 @@ def load_full_state(thing: Optimizer | nn.Module, state: Mapping[str, Any]) -> N
         return
     check_groups(thing, state)
     given = dict(state)
-    if has_shards(_parameters(thing)):
+    if has_shards(parameters_of(thing)):
         saved = [number for group in state["param_groups"] for number in group["params"]]
-        own = dict(zip(saved, _parameters(thing), strict=True))
+        own = dict(zip(saved, parameters_of(thing), strict=True))
         given["state"] = {
             number: {name: divide_as(own[number], value) for name, value in values.items()}
             for number, values in state["state"].items()
@@ -128,7 +129,7 @@ def load_full_state(thing: Optimizer | nn.Module, state: Mapping[str, Any]) -> N
 
 def has_own_shards(optimizer: Optimizer) -> bool:
     """True if `optimizer` updates this rank's shards of parameters."""
-    return has_shards(_parameters(optimizer))
+    return has_shards(parameters_of(optimizer))
 
 
 def state_without_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[tuple[str, str], torch.Tensor]]:
@@ -151,7 +152,7 @@ def make_shards(
 ) -> dict[tuple[str, ...], torch.Tensor]:
     """Return tensors without values, divided as the parameters are, for each of `outlines`, by (number, name)."""
     saved = [number for group in state["param_groups"] for number in group["params"]]
-    own = dict(zip(map(str, saved), _parameters(optimizer), strict=True))
+    own = dict(zip(map(str, saved), parameters_of(optimizer), strict=True))
     return {
         path: torch.empty_like(own[path[0]].detach(), dtype=outline.dtype)
         if is_shard(own[path[0]]) and own[path[0]].shape == outline.shape
@@ -168,10 +169,6 @@ def _gather(state: dict[str, Any]) -> dict[str, Any]:
         for number, values in state["state"].items()
     }
     return {**state, "state": whole if keeps else {}}
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def check_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -196,7 +193,7 @@ def clear_gradients(optimizer: Optimizer) -> None:
     if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # a generator would cost as much as the rest
         for parameter in group["params"]:
             parameter.grad = None
 
@@ -225,7 +222,7 @@ def check_closure(optimizer: Optimizer, group_size: int, is_fp16: bool, *, ahead
     if isinstance(optimizer, ShardedState):
         found = "the state of the optimizer is sharded, so each rank would step independently"
         raise LoopError(_DID, found=found, fix='Prepare it without shard="optimizer".')
-    if ahead and has_shards(_parameters(optimizer)):
+    if ahead and has_shards(parameters_of(optimizer)):
         found = "`ahead`, with parameters that are sharded: each rank would compare its own shards only"
         raise LoopError(_DID, found=found, fix='Leave out `ahead`, or prepare without shard="parameters".')
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,65 +15,43 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpilot.checkpoint.safetensors_file import plain_names
 from ddpilot.training.models.comm_hooks import average_before_reading
 from ddpilot.training.models.ddp import find_ddp
-from ddpilot.training.models.sharding import has_sharded_layer, reshard, sharded_layers
-from ddpilot.training.models.shards import divide_as, gather
+from ddpilot.training.models.sharding import divide_as, gather, has_sharded_layer, reshard, sharded_layers
 
 if TYPE_CHECKING:
     from ddpilot.checkpoint.shard_files import ShardReader
 
 
-class ParallelStrategy(Protocol):
-    """How one model runs on several ranks: in DDP, sharded, or alone."""
+@dataclass(frozen=True)
+class ParallelStrategy:
+    """How one model runs on several ranks: here alone, or inside DDP as seen without it; in DDP or sharded below."""
 
-    forward_is_collective: ClassVar[bool]
+    model: nn.Module
+    forward_is_collective: ClassVar[bool] = False
     """True if all ranks have to run each forward pass, also those without samples."""
 
     def without_reduction(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass whose gradients may be exchanged later, with those of the next one."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Drop copies of the weights that the next step would leave outdated. Not collective."""
 
     def weights(self, *, keeps: bool) -> dict[str, Any]:
         """Return the whole state_dict if `keeps`, else what this rank need not gather. Collective if sharded."""
-
-    def own_weights(self) -> dict[str, Any]:
-        """Return the state_dict with this rank's shards, where it is sharded. Collective with `sync_every`."""
-
-    def load_weights(self, weights: Mapping[str, Any]) -> None:
-        """Load a whole state_dict, which every rank passes. Not collective."""
-
-
-@dataclass(frozen=True)
-class SingleStrategy:
-    """A model that runs without other ranks, or inside DDP as seen without it."""
-
-    model: nn.Module
-    forward_is_collective: ClassVar[bool] = False
-
-    def without_reduction(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def weights(self, *, keeps: bool) -> dict[str, Any]:
-        """Return the state_dict, on every rank."""
         del keeps
         return self.model.state_dict()
 
     def own_weights(self) -> dict[str, Any]:
-        """Return the state_dict."""
+        """Return the state_dict with this rank's shards, where it is sharded. Collective with `sync_every`."""
         return self.weights(keeps=True)
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
-        """Load a state_dict."""
+        """Load a whole state_dict, which every rank passes. Not collective."""
         self.model.load_state_dict(weights)
 
 
 @dataclass(frozen=True)
-class DDPStrategy(SingleStrategy):
+class DDPStrategy(ParallelStrategy):
     """A model in DistributedDataParallel: every rank has all weights, and backward passes all-reduce gradients."""
 
     model: DistributedDataParallel
@@ -98,13 +76,13 @@ class DDPStrategy(SingleStrategy):
 
 
 @dataclass(frozen=True)
-class ShardedStrategy(SingleStrategy):
+class ShardedStrategy(ParallelStrategy):
     """A model whose parameters are sharded: its gradients are exchanged in every backward pass, also in a group.
 
     So no rank keeps whole gradients, and gradients that are cleared within a group leave nothing behind.
     """
 
-    forward_is_collective: ClassVar[bool] = True
+    forward_is_collective = True
 
     def settle(self) -> None:
         """Free the parameters that a forward pass without backward has left gathered."""
@@ -133,7 +111,7 @@ def strategy_of(model: nn.Module) -> ParallelStrategy:
     if ddp is not None:
         return DDPStrategy(ddp)
     inner = getattr(model, "_orig_mod", model)
-    return ShardedStrategy(inner) if has_sharded_layer(inner) else SingleStrategy(model)
+    return ShardedStrategy(inner) if has_sharded_layer(inner) else ParallelStrategy(model)
 
 
 def read_weights(model: nn.Module, name: str, matched: Mapping[str, Any], shards: ShardReader) -> None:

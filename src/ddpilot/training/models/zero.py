@@ -20,12 +20,11 @@ from ddpilot.group.device import broadcast_tensors
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.optimizers import check_groups
+from ddpilot.training.models.registry import parameters_of
 
 with warnings.catch_warnings():  # torch's own use of `torch.jit.script`
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
-
-_DID = 'preparing an optimizer with `shard="optimizer"`'
 
 
 def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
@@ -39,7 +38,7 @@ def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
     if isinstance(optimizer, LBFGS):
         found = "LBFGS, which updates all parameters together, so a shard of them would be updated differently"
         raise _error(found, "Use an optimizer that updates each parameter independently, such as AdamW or SGD.")
-    types = sorted({str(p.dtype) for one in optimizer.param_groups for p in one["params"]})
+    types = sorted({str(one.dtype) for one in parameters_of(optimizer)})
     if len(types) > 1:
         found = f"parameters of {' and '.join(types)}, and torch's ZeroRedundancyOptimizer takes one dtype"
         raise _error(found, "Make an optimizer for each dtype, and pass both to prepare().")
@@ -123,8 +122,7 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
 
     def _places(self) -> dict[torch.Tensor, int]:
         """Return the index in a state dict of every parameter, of all ranks."""
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        return {parameter: place for place, parameter in enumerate(parameters)}
+        return {parameter: place for place, parameter in enumerate(parameters_of(self))}
 
     def _fetch(self, outline: Any, own: torch.Tensor | None, owner: int) -> Any:
         """Return the value itself, if it is not a tensor to fetch, or the tensor of rank `owner`.
@@ -166,4 +164,4 @@ def _make_refusal(group: Group) -> Callable[..., NoReturn]:
 
 
 def _error(found: str, fix: str) -> LoopError:
-    return LoopError(_DID, found=found, fix=fix)
+    return LoopError('preparing an optimizer with `shard="optimizer"`', found=found, fix=fix)

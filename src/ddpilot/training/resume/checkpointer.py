@@ -14,8 +14,7 @@ from ddpilot.checkpoint.collective import RNG, CollectiveCheckpoints, on_all_ran
 from ddpilot.checkpoint.directory import CheckpointDir, write_stderr
 from ddpilot.checkpoint.format import Checkpoint
 from ddpilot.checkpoint.host_copy import can_hold, measure
-from ddpilot.checkpoint.manifest import RunProgress
-from ddpilot.checkpoint.monitor import Monitor
+from ddpilot.checkpoint.manifest import Monitor, RunProgress
 from ddpilot.errors import CorruptCheckpointError, LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.rank_environment import EXIT_REQUEUE

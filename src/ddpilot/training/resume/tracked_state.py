@@ -31,8 +31,7 @@ from ddpilot.training.models.optimizers import (
     make_shards,
     state_without_shards,
 )
-from ddpilot.training.models.sharding import has_sharded_layer
-from ddpilot.training.models.shards import is_shard
+from ddpilot.training.models.sharding import has_sharded_layer, is_shard
 from ddpilot.training.models.strategy import read_weights, strategy_of
 
 if TYPE_CHECKING:

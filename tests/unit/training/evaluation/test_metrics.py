@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpilot.group.fake import FakeGroup
+from ddpilot.group.protocol import FakeGroup
 from ddpilot.training.evaluation.metrics import make_meters
 
 

@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError
-from ddpilot.training.logs.files import JsonLinesLogger
-from ddpilot.training.logs.logger import Logger, LogStart
+from ddpilot.training.logs.loggers import JsonLinesLogger, Logger, LogStart
 from ddpilot.training.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")

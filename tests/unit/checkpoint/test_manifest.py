@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ddpilot.checkpoint.monitor import Monitor
+from ddpilot.checkpoint.manifest import Monitor
 from ddpilot.errors import CheckpointError, LoopError
 
 

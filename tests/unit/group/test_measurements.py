@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from ddpilot.group.measurements import clocks
-from ddpilot.group.measurements.clocks import ClockServer, ask_clock
+from ddpilot.group import measurements
+from ddpilot.group.measurements import ClockServer, ask_clock
 from tests.ports import kept_port
 
 
@@ -31,7 +31,7 @@ def test_ask_clock_finds_a_clock_that_is_off(monkeypatch: pytest.MonkeyPatch) ->
             return real() + 30.0 * (len(asking) % 3 == 2)  # asked before, in the middle by the server, and after
 
     with ClockServer("127.0.0.1") as server:
-        monkeypatch.setattr(clocks, "time", Clock)
+        monkeypatch.setattr(measurements, "time", Clock)
         assert ask_clock("127.0.0.1", server.port, 5.0).offset_s == pytest.approx(30.0, abs=1.0)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ddpilot.errors import LoopError
-from ddpilot.group.fake import FakeGroup
-from ddpilot.training.engine.compilation import CompiledCall
+from ddpilot.group.protocol import FakeGroup
+from ddpilot.training.engine.preparation import CompiledCall
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.sharding import ParameterSharding
 
@@ -93,7 +93,7 @@ def test_prepare_refuses_to_compile_a_compiled_model() -> None:
 def test_a_graph_that_breaks_is_reported_with_its_line() -> None:
     """With `fullgraph`; without it the model runs."""
     model = prepare(Breaks(), {"backend": "eager", "fullgraph": True})
-    with pytest.raises(LoopError, match=r"the graph breaks at .*test_compilation.py:\d+ .*graph_break\(\)") as caught:
+    with pytest.raises(LoopError, match=r"the graph breaks at .*test_preparation.py:\d+ .*graph_break\(\)") as caught:
         model(torch.ones(1, 2))
     assert "leave `fullgraph` out" in str(caught.value)
     torch.compiler.reset()

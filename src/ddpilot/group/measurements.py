@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the clocks of two nodes over TCP: the reply with the shortest round trip counts. Does not import torch."""
+"""Measurements over a group: the clocks of its nodes, and the time of an all_reduce. Imports torch only for that."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _TIME = struct.Struct("!d")
 _NUM_TRIES = 3
@@ -91,3 +95,36 @@ def ask_clock(
             theirs_s, middle_s = _TIME.unpack(answer)[0], (sent_s + received_s) / 2
             replies.append(Reply(theirs_s - middle_s, (received_s - sent_s) / 2, middle_s))
     return min(replies, key=lambda reply: reply.error_s)
+
+
+_MANY, _FEW = 20, 5
+"""Number of times that a small and a large message is measured."""
+_SMALL_BYTES = 1_000_000
+
+
+def time_calls(call: Callable[[], object], device: torch.device, num_bytes: int) -> list[float]:
+    """Return the seconds of each of some calls, after one that is not counted."""
+    import torch
+
+    times_s = []
+    for _ in range(1 + (_MANY if num_bytes <= _SMALL_BYTES else _FEW)):
+        began_s = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times_s.append(time.perf_counter() - began_s)
+    return times_s[1:]
+
+
+def time_all_reduce(process_group: Any, device: torch.device, sizes: Sequence[int]) -> list[list[float]]:
+    """Return the seconds of some all_reduces in `process_group` for each of `sizes`, in bytes. Collective.
+
+    The group is called directly, so that what observes `torch.distributed` does not take them for the program's.
+    """
+    import torch
+
+    found = []
+    for num_bytes in sizes:
+        tensor = torch.zeros(max(1, num_bytes // 4), device=device)
+        found.append(time_calls(lambda tensor=tensor: process_group.allreduce([tensor]).wait(), device, num_bytes))  # type: ignore[misc]
+    return found

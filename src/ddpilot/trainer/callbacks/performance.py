@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Timers`: measures where the time of an epoch goes on each rank, and which rank is slow."""
+"""`Timers`, `Profile` and `GarbageCollection`: measure where the time of a fit goes, and lose less of it."""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import deque
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ddpilot.errors import LoopError
+from ddpilot.errors import LoopError, RecordError
 from ddpilot.group.device import current_event, runs_behind
+from ddpilot.profiler.phases import Phases
+from ddpilot.profiler.pictures.figures import plot_profile
+from ddpilot.profiler.pictures.profile_page import render_page
+from ddpilot.profiler.running import RunningProfile
 from ddpilot.record.accelerator import is_capturing
 from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.logs import check_every
 from ddpilot.trainer.run import Run
 from ddpilot.training.models.ddp import unwrap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 PARTS = ("data", "forward", "update", "save", "evaluate")
 _REPORTED_SHARE, _REPORTED_S = 0.05, 0.1
@@ -197,3 +209,136 @@ class ForwardClock:
     def _add(self) -> None:
         begin, end = self._waiting.popleft()
         self._total_s += begin.elapsed_time(end) / 1e3 if self._is_late else end - begin
+
+
+class Profile(Callback):
+    """Measure every update of a fit on all ranks, and show at its end where the time goes and what to change.
+
+    `path`: file for the report with pictures, which rank 0 writes into an existing folder; None: only the text is
+    shown. The first four updates are left out. With fewer than six updates, a line reports that there are too few. At
+    the end of the fit the ranks exchange their measurements in one collective.
+
+    After the fit, `summary` is the text, `plot()` returns a matplotlib figure, and `to_html(path)` writes the report. A
+    notebook shows the callback as its report.
+    """
+
+    ranks = "all"
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._path = None if path is None else Path(path)
+        self._running: RunningProfile | None = None
+        self.summary = ""
+        """The text of one screen; empty before the end of a fit."""
+        self.report = ""
+        """The report with its pictures, as HTML; empty before the end of a fit."""
+        self.plotted: dict[str, Any] = {}
+        """What `plot` draws: ranks, first update, and tensors [ranks, updates, shares] and [ranks, updates]."""
+
+    def to_html(self, path: str | Path, *, title: str = "Profile") -> None:
+        """Write the report of the last fit to `path`. Raises RecordError if there is none."""
+        self._check("writing the report")
+        Path(path).write_text(render_page(title, self.report), "utf-8")
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of the last fit. Raises RecordError if there is none, or without matplotlib."""
+        self._check("plotting")
+        seconds, arrivals_s = (self.plotted[name].double().numpy() for name in ("seconds", "arrivals_s"))
+        phases = Phases(
+            ranks=tuple(self.plotted["ranks"]),
+            seconds=seconds,
+            arrivals_s=arrivals_s,
+            num_samples=numpy.zeros(arrivals_s.shape, dtype=int),
+            first_update=self.plotted["first_update"],
+            by_site={},
+        )
+        return plot_profile(phases, self.summary.partition("\n")[0])
+
+    def _check(self, did: str) -> None:
+        if not self.report:
+            fix = "Fit with this callback for 6 updates or more"
+            raise RecordError(did, found="no fit has been profiled", fix=fix)
+
+    def _repr_html_(self) -> str | None:
+        return self.report or None
+
+    def _keep(self, profile: RunningProfile) -> None:
+        """Keep what is shown after the fit, as values that are copied to the notebook's callback."""
+        phases = profile.profile.phases
+        self.summary, self.report = profile.summary, profile._repr_html_()
+        self.plotted = {
+            "ranks": list(phases.ranks),
+            "first_update": phases.first_update,
+            "seconds": torch.from_numpy(phases.seconds).float(),
+            "arrivals_s": torch.from_numpy(phases.arrivals_s).float(),
+        }
+
+    def on_fit_start(self, run: Run) -> None:
+        self.summary, self.report, self.plotted = "", "", {}
+        self._running = run.loop.profile()
+        self._running.__enter__()
+
+    def on_fit_end(self, run: Run) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.__exit__(None, None, None)
+        if not running.absence:
+            self._keep(running)
+        run.loop.print(running)
+        if self._path is not None and run.loop.rank == 0:
+            try:
+                running.to_html(self._path)
+            except OSError as error:  # what has been trained is not lost for it
+                run.loop.print(f"the report was not written to {self._path}: {error.strerror}")
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(type(error), error, error.__traceback__)
+
+
+class GarbageCollection(Callback):
+    """Run Python's garbage collector only after every `every` updates (default 200) and after each epoch.
+
+    By default, each rank collects at a different time. A collection takes tenths of a second in a large program, while
+    all other ranks wait in the next all-reduce of gradients. With this callback all ranks collect after the same
+    update: the young generations after updates, everything after an epoch. Objects that existed before the fit
+    (libraries, the model) are frozen, so that a collection takes milliseconds. The collector's previous state is
+    restored afterwards. Raises LoopError for `every` below 1.
+    """
+
+    ranks = "all"
+
+    def __init__(self, *, every: int = 200) -> None:
+        self._every = check_every("GarbageCollection", every)
+        self._was_enabled: bool | None = None
+        self._has_frozen = False
+
+    def on_fit_start(self, run: Run) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.collect()
+        # Otherwise other code has frozen objects, and has to unfreeze them.
+        self._has_frozen = gc.get_freeze_count() == 0
+        if self._has_frozen:
+            gc.freeze()
+        gc.disable()
+
+    def on_update_end(self, run: Run) -> None:
+        if run.update % self._every == 0:
+            gc.collect(1)
+
+    def on_epoch_end(self, run: Run) -> None:
+        gc.collect()
+
+    def on_fit_end(self, run: Run) -> None:
+        self._restore()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._has_frozen:
+            gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+        self._was_enabled, self._has_frozen = None, False

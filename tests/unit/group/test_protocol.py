@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from ddpilot.errors import GroupError
-from ddpilot.group.fake import FakeGroup
 from ddpilot.group.process_group import Group
-from ddpilot.group.protocol import GroupLike
+from ddpilot.group.protocol import FakeGroup, GroupLike
 
 
 def _mean_over_ranks(group: GroupLike, value: float) -> float:

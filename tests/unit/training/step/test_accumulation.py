@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, MismatchedCheckpointError
 from ddpilot.training.loop import Loop
-from ddpilot.training.step.accumulation_schedule import AccumulationSchedule
+from ddpilot.training.step.accumulation import AccumulationSchedule
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 

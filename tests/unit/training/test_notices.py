@@ -10,8 +10,8 @@ import pytest
 
 from ddpilot.errors import RemoteRankError
 from ddpilot.launching.rank_environment import FAILURE_FILE_VARIABLE
-from ddpilot.training.resume import failure_note
-from ddpilot.training.resume.failure_note import note_failures, render_failure
+from ddpilot.training import notices
+from ddpilot.training.notices import note_failures, render_failure
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of the note, named as a job script names it."""
     monkeypatch.setenv(FAILURE_FILE_VARIABLE, str(tmp_path / "failure"))
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    monkeypatch.setattr(failure_note, "_VICTIM_WAIT_S", 0.0)
+    monkeypatch.setattr(notices, "_VICTIM_WAIT_S", 0.0)
     return tmp_path / "failure"
 
 

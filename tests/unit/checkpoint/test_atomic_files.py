@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.checkpoint.atomic_files import FileFacts
-from ddpilot.checkpoint.joint_write import RankWrite, collect, shard_owner
+from ddpilot.checkpoint.atomic_files import FileFacts, RankWrite, collect, shard_owner
 
 
 def write_file(path: Path, error: Exception | None = None) -> tuple[dict[str, FileFacts], Any]:
