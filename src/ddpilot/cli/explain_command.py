@@ -100,8 +100,19 @@ def explain(words: str, *, color: bool = False) -> str:
             found=f"no page matches {_shorten(words)}",
             fix="Give the line that names the error, as it was printed; `ddpilot explain` lists all pages",
         )
-    more = f"\nAlso possible: {', '.join(f'{entry.code} {entry.name}' for entry in known[1:])}\n" if known[1:] else ""
-    return _page(known[0], color=color) + more + _next_step(known[0])
+    head = ""
+    if known[1:] and "\n" in words.strip():
+        codes = ", ".join(entry.code for entry in known)
+        head = f"The text fits {len(known)} pages: {codes}. This is the first.\n\n"
+    return head + _page(known[0], color=color) + _other_pages(known) + _next_step(known[0])
+
+
+def _other_pages(known: tuple[Entry, ...]) -> str:
+    if not known[1:]:
+        return ""
+    return (
+        f"\nThe text also fits:\n\n{list_entries(known[1:])}\n`ddpilot explain {known[1].code}` prints the next page.\n"
+    )
 
 
 def _next_step(entry: Entry) -> str:

@@ -26,7 +26,8 @@ def lint(
 ) -> int:
     """Print the reports for `paths`; return 2 if a file of `paths` cannot be parsed, else 1 if there are any, else 0.
 
-    A file in a folder that cannot be parsed does not change the status.
+    A file in a folder that cannot be parsed does not change the status. If there is nothing to report, the text format
+    prints the number of files to stderr.
 
     `fix`: print the changes as a diff, make them, and report what is left. `diff`: print the changes only; return 1 if
     there are any.
@@ -55,6 +56,9 @@ def lint(
     found = list(lint_files(files, options, report_unreadable, named=paths))
     if found or output_format in ("json", "sarif"):
         print(FORMATS[output_format](found))
+    elif output_format == "text" and not unreadable:
+        checked = f"{len(files)} file{'s' * (len(files) != 1)} checked, nothing to report"
+        print(checked if files else "no Python file or notebook found", file=sys.stderr)
     return 2 if set(unreadable) & set(paths) else 1 if found else 0
 
 

@@ -66,10 +66,9 @@ class Entry:
     found_by: tuple[str, ...] = ("message",)
     """What reports the finding, of `FOUND_BY`; "message": nothing but its message, which `explain` looks up."""
 
-    def matches(self, message: str, *, any_case: bool = False) -> bool:
-        """Return True if one of the symptoms is in `message`, ignoring line breaks and, with `any_case`, case."""
-        words = " ".join(message.split())
-        return any(pattern.search(words) for pattern in _patterns(self.symptoms, any_case))
+    def matches(self, message: str) -> bool:
+        """Return True if one of the symptoms is in `message`, ignoring line breaks."""
+        return _longest_in(self, _on_line(message, any_case=False), any_case=False) > 0
 
     def section(self, heading: str) -> str:
         """Return the text under `heading`, of `SECTIONS` or an optional one; empty if the page does not have it."""
@@ -175,9 +174,11 @@ def find_asked(message: str) -> tuple[Entry, ...]:
 
 
 def _find_by_symptom(message: str, *, is_general: bool, any_case: bool) -> tuple[Entry, ...]:
-    candidates = (entry for entry in all_entries() if entry.is_general is is_general)
-    found = [entry for entry in candidates if entry.matches(message, any_case=any_case)]
-    return tuple(sorted(found, key=lambda entry: -_longest_in(entry, message, any_case)))
+    words = _on_line(message, any_case=any_case)  # once: a log of a job may have many megabytes
+    candidates = [entry for entry in all_entries() if entry.is_general is is_general]
+    lengths = {entry.code: _longest_in(entry, words, any_case=any_case) for entry in candidates}
+    found = [entry for entry in candidates if lengths[entry.code]]
+    return tuple(sorted(found, key=lambda entry: -lengths[entry.code]))
 
 
 def find_cause(error: str, lines: Sequence[str]) -> tuple[Entry, ...]:
@@ -228,17 +229,25 @@ def parse_page(text: str) -> Entry:
 
 
 @cache
-def _patterns(symptoms: tuple[str, ...], any_case: bool = False) -> tuple[re.Pattern[str], ...]:
-    flags = re.IGNORECASE if any_case else re.RegexFlag(0)
+def _patterns(symptoms: tuple[str, ...], any_case: bool) -> tuple[re.Pattern[str], ...]:
     gap = f".{{0,{_MAX_GAP_CHARS}}}?"
-    parts = ([re.escape(" ".join(part.split())) for part in symptom.strip(". ").split(_GAP)] for symptom in symptoms)
-    return tuple(re.compile(gap.join(each) + (r"(?!\d)" if each[-1][-1:].isdigit() else ""), flags) for each in parts)
+    parts = (
+        [re.escape(_on_line(part, any_case=any_case)) for part in symptom.strip(". ").split(_GAP)]
+        for symptom in symptoms
+    )
+    return tuple(re.compile(gap.join(each) + (r"(?!\d)" if each[-1][-1:].isdigit() else "")) for each in parts)
 
 
-def _longest_in(entry: Entry, message: str, any_case: bool) -> int:
+def _on_line(message: str, *, any_case: bool) -> str:
+    """Return `message` on one line; with `any_case` in lower case, which is searched faster than with IGNORECASE."""
     words = " ".join(message.split())
+    return words.lower() if any_case else words
+
+
+def _longest_in(entry: Entry, words: str, *, any_case: bool) -> int:
+    """Return the length of the longest symptom of `entry` in `words`, which `_on_line` returned; 0 if there is none."""
     hits = zip(entry.symptoms, _patterns(entry.symptoms, any_case), strict=True)
-    return max(len(symptom) for symptom, pattern in hits if pattern.search(words))
+    return max((len(symptom) for symptom, pattern in hits if pattern.search(words)), default=0)
 
 
 def _is_alike(wanted: str, entry: Entry) -> bool:

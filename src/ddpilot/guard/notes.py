@@ -113,6 +113,8 @@ class ParameterSetNote(SiteNote):
     """Line that wrapped a model with these parameters, if its wrapper has been freed."""
     is_seeded: bool
     """True if the program has seeded torch's random numbers."""
+    settings: dict[str, str]
+    """The class of the optimizer, as ``optimizer``, and its numeric settings except for learning rates."""
 
 
 class OrdinaryStepNote(TypedDict):

@@ -129,9 +129,9 @@ def find_files(paths: Iterable[str], exclude: Sequence[str] = ()) -> Iterator[st
         elif os.path.isdir(path):
             for folder, folders, files in os.walk(path):
                 folders[:] = sorted(each for each in folders if not _is_skipped(folder, each, exclude))
-                for name in sorted(files):
-                    if name.endswith(SUFFIXES) and not _is_excluded(os.path.join(folder, name), exclude):
-                        yield os.path.join(folder, name)
+                for file in (os.path.join(folder, name) for name in sorted(files) if name.endswith(SUFFIXES)):
+                    if os.path.isfile(file) and not _is_excluded(file, exclude):  # opening a named pipe would block
+                        yield file
         else:
             raise DdpilotError("linting", found=f"{path} does not exist", fix="Give files or folders")
 

@@ -146,6 +146,7 @@ def test_three_ranks_are_compared_like_two() -> None:
     equal = verify(verify_programs.with_group_norm, nproc_per_node=3, num_updates=2)
     assert equal.is_equal, str(equal)
     assert equal.rows[0].num_samples == (24, 24)
+    assert equal.notes[-1].startswith("the first 2 updates were compared; `--updates N`")
     wrong = verify(verify_programs.averaged_twice, nproc_per_node=3, num_updates=2)
     assert codes(wrong)[0] == "DDP823"
     assert "0.3333 times" in wrong.summary
@@ -223,6 +224,7 @@ def test_all_updates_are_compared_if_none_is_the_limit() -> None:
     found = verify(verify_programs.with_group_norm, nproc_per_node=2, num_updates=None)
     assert found.is_equal, str(found)
     assert [row.update for row in found.rows] == list(range(1, 13))
+    assert not any("were compared" in note for note in found.notes)
     assert json.loads(json.dumps(found.to_dict()))["updates"][0]["num_samples"] == [16, 16]
 
 

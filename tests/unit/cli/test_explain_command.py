@@ -215,6 +215,15 @@ def test_explain_of_a_message_ends_with_what_to_run_next(message: str) -> None:
     )  # before any rank is watched
 
 
+def test_explain_of_a_log_with_two_messages_names_both_pages() -> None:
+    """Before the first page, and after it, where the reader of a long page is."""
+    text = explain(f"[rank1]: RuntimeError: {UNUSED}\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried")
+    assert text.startswith("The text fits 2 pages: DDP308, DDP703. This is the first.\n\n# DDP308 ")
+    assert "\nThe text also fits:\n\nDDP703  device-out-of-memory  CUDA out of memory" in text
+    assert "\n`ddpilot explain DDP703` prints the next page.\n" in text
+    assert not explain(UNUSED).startswith("The text fits")
+
+
 def test_page_of_a_watchdog_timeout_names_the_other_causes_of_one() -> None:
     """Somebody with the message alone does not know which of them it was."""
     page = explain("Watchdog caught collective operation timeout")

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ddpilot.cli.app import app
+from ddpilot.cli.lint_command import lint
 
 FAULTY = """from torch.utils.data import DataLoader, DistributedSampler
 loader = DataLoader(d, shuffle=True, sampler=DistributedSampler(d))
@@ -41,6 +42,22 @@ def test_lint_prints_one_line_for_each_report_and_exits_with_1(script: Path) -> 
     assert run(".", "--ignore", "ddp413") == (0, "")
     assert run("train.py", "--select", "DDP1,DDP2") == (0, "")
     assert json.loads(run("train.py", "--format", "json")[1])[0]["fixable"]
+
+
+def test_lint_says_how_many_files_it_checked_if_there_is_nothing_to_report(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr, so that the output holds reports only."""
+    assert lint(["train.py"]) == 1
+    assert capsys.readouterr().err == ""
+    script.write_text(FIXED)
+    assert lint(["train.py"]) == 0
+    assert capsys.readouterr() == ("", "1 file checked, nothing to report\n")
+    assert lint(["train.py"], output_format="json") == 0
+    assert capsys.readouterr().err == ""
+    script.unlink()
+    assert lint(["."]) == 0
+    assert capsys.readouterr() == ("", "no Python file or notebook found\n")
 
 
 @pytest.mark.parametrize("start", ["import torch", "import json"], ids=["torch", "without torch"])

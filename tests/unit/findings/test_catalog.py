@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,24 @@ def test_entry_matches_a_message_whatever_differs_and_however_it_is_wrapped() ->
     entry = parse_page(PAGE)
     assert entry.matches("DistStoreError: Timed out after 9 seconds\n   waiting for clients. 1/2 clients joined.")
     assert not entry.matches("Timed out after lunch")
+
+
+class Log(str):
+    """Counts how often it is split into words."""
+
+    __slots__ = ()
+    num_splits = 0
+
+    def split(self, *arguments: Any) -> list[str]:
+        """As of `str`."""
+        Log.num_splits += 1
+        return super().split(*arguments)
+
+
+def test_a_log_is_split_into_words_a_few_times_and_not_for_each_page() -> None:
+    """It may have many megabytes."""
+    assert find_asked(Log("step 3\nRUNTIMEERROR: CUDA OUT OF MEMORY. TRIED TO ALLOCATE 2 GiB"))[0].code == "DDP703"
+    assert Log.num_splits <= 4
 
 
 @pytest.mark.parametrize("entry", all_entries(), ids=lambda entry: entry.code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -95,6 +96,8 @@ def test_files_are_scripts_and_notebooks_outside_hidden_and_excluded_folders(tmp
     for name in ("a.py", "b.ipynb", "c.txt", "sub/f.py", *left_out):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    if sys.platform != "win32":
+        os.mkfifo(tmp_path / "pipe.py")  # opening it would block
     found = [Path(each).relative_to(tmp_path).as_posix() for each in find_files([str(tmp_path)], ["old"])]
     assert found == ["a.py", "b.ipynb", "sub/f.py"]
     assert list(find_files([str(tmp_path / "c.txt")])) == [str(tmp_path / "c.txt")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 from ddpilot.diagnose.updates.record import Update
@@ -74,7 +75,10 @@ def verify(
     with scratch_folder("ddpilot-verify-") as folder:
         runner = Runner(program, folder, timeout_s=timeout_s)
         runs = Runs(runner, num, num_updates, show or (lambda _: None))
-        return compare(runs, f"verify {program.name}, 1 and {num} ranks")
+        found = compare(runs, f"verify {program.name}, 1 and {num} ranks")
+        if num_updates is None or not found.rows or runs.parallel.num_updates < num_updates:
+            return found
+        return replace(found, notes=(*found.notes, _describe_limit(num_updates)))
 
 
 def _check(num: object, num_updates: object) -> None:
@@ -180,6 +184,11 @@ def _judge_equal(runs: Runs, place: CodeLine | None) -> _Judgement:
     runs.notes += _describe_losses(runs)
     note = make_finding("DDP414", line=place) if runs.single.spec.replicas > 1 else None
     return _Judgement("equal", summary, note)
+
+
+def _describe_limit(num_updates: int) -> str:
+    first = f"the first {num_updates} updates were" if num_updates > 1 else "the first update was"
+    return f"{first} compared; `--updates N` (`num_updates=`) compares more, 0 (None) all"
 
 
 def _describe_losses(runs: Runs) -> list[str]:

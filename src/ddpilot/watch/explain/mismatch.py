@@ -6,6 +6,7 @@ The reasons that no branch shows: different calls or threads, their order, loops
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from dataclasses import replace
 from itertools import pairwise
@@ -49,6 +50,7 @@ _CODES = {
     "root": "DDP205",
     "shape": "DDP202",
 }
+_REPEATED_UNIT = re.compile(" elements?(?= and)")
 _OF_CONSTRUCTION = {"size": "DDP302", "dtype": "DDP303"}
 _WORDS = {
     "op": "",
@@ -115,7 +117,7 @@ def _summarize(mismatched: MismatchedCollective) -> str:
     values = [value for value, _ in mismatched.values[:4]]
     texts = ", ".join(values[:-1]) + f" and {values[-1]}"
     words = _WORDS[mismatched.aspect]
-    what = f" {words}: {texts.replace(' elements and', ' and')}" if words else ""
+    what = f" {words}: {_REPEATED_UNIT.sub('', texts)}" if words else ""
     return f"collective #{mismatched.seq} of {name_group(mismatched.progress.group)} differs between ranks{what}"
 
 

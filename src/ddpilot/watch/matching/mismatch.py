@@ -129,7 +129,8 @@ def _render(aspect: Aspect, value: Hashable) -> str:
         return str(list(value))
     text = ", ".join(f"{part:,}" if isinstance(part, int) else str(part) for part in value[:4])
     more = f" and {len(value) - 4} more" if len(value) > 4 else ""
-    return f"{text}{more} elements" if aspect == "size" else f"{text}{more}"
+    unit = "element" if value == (1,) else "elements"
+    return f"{text}{more} {unit}" if aspect == "size" else f"{text}{more}"
 
 
 EXCHANGES = frozenset({"all_to_all", "all_to_all_single"})

@@ -47,7 +47,7 @@ class Node:
         """Its rank has a model with two parameters and an optimizer."""
         key = ["ddp", "world", 0, 0]
         facts = {"names": ["a", "b"], "late": [], "moved": [], "largest": 6, "site": SITE, "made": SITE}
-        return self.note(at_ns, "parameter_set", parameter_set=1, dropped={}, key=key, **facts)
+        return self.note(at_ns, "parameter_set", parameter_set=1, dropped={}, settings={}, key=key, **facts)
 
     def step(self, at_ns: int, number: int, value: float = 1.0) -> Entry:
         """Its rank takes a step after a backward that was reduced."""

@@ -56,6 +56,8 @@ _MAX_PATTERNS = 16
 _MAX_OPTIMIZERS = 64
 _MAX_TENSORS = 8192
 _MAX_RATES = 8
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Learning rates in the groups of an optimizer: its own, and those that torch's schedules add."""
 _MIN_RANDOM_SEED = 1 << 32
 """The seed that torch starts with is random and almost never below this; those that programs set are."""
 _BUSY_S = 0.5
@@ -419,6 +421,7 @@ class ParameterSets:
             made=model.site if model else {},
             dropped={} if model else self._find_dropped(parameters),
             is_seeded=torch.initial_seed() < _MIN_RANDOM_SEED,
+            settings=_settings_of(optimizer),
         )
         self._notes.write("parameter_set", note)
 
@@ -448,6 +451,19 @@ def _rates_of(optimizer: Optimizer) -> list[float]:
     """Learning rates of the first groups, without those that are tensors: reading one would wait for the device."""
     rates = [group.get("lr") for group in optimizer.param_groups[:_MAX_RATES]]
     return [float(rate) for rate in rates if isinstance(rate, int | float)]
+
+
+def _settings_of(optimizer: Optimizer) -> dict[str, str]:
+    """The class, and by name the settings of the first groups that are numbers, except for learning rates."""
+    shown: dict[str, list[str]] = {}
+    for group in optimizer.param_groups[:_MAX_RATES]:
+        for name, value in group.items():
+            values = value if isinstance(value, tuple) else (value,)
+            if name not in _RATES and all(isinstance(each, int | float) for each in values):
+                shown.setdefault(name, []).append(repr(value))
+    return {"optimizer": type(optimizer).__name__} | {
+        name: values[0] if len(set(values)) == 1 else ", ".join(values) for name, values in shown.items()
+    }
 
 
 def _find_number(model: DdpModel | None) -> int:

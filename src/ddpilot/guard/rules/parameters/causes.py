@@ -28,6 +28,11 @@ RATES = Cause(
     "between ranks, such as the local loss or number of samples",
     "Reduce the value that the schedule uses, and step the schedule on every rank",
 )
+SETTINGS = Cause(
+    "DDP325",
+    "gradients are the same on all ranks and the settings of the optimizer are not: each rank makes a different update",
+    "Create the optimizer with the same class and settings on every rank",
+)
 CHANGED = Cause(
     "DDP325",
     "parameters were the same on all ranks before, and gradients are: since then parameters, the optimizer's state or, "

@@ -17,11 +17,13 @@ from ddpilot.guard.rules.parameters.manual_averaging import (
     MIN_EXCHANGED,
     Averaged,
     find_averaging,
+    is_meant_apart,
     is_never_exchanged,
     make_changed_finding,
     make_left_out_finding,
     make_unlike_finding,
     may_be_reduced,
+    mentions_group,
     num_exchanged,
 )
 from ddpilot.guard.rules.parameters.steps import WAIT_NS, MatchedStep, MatchedSteps, Skipped
@@ -34,6 +36,9 @@ NUM_FREE_STEPS = 50
 
 NUM_SINGLE_STEPS = 5
 """Steps that some ranks take, after reductions by all ranks, before missing steps of other ranks are reported."""
+
+NUM_STEPS_BEFORE_GROUP = 500
+"""Like `NUM_FREE_STEPS`, without a process group, if the program's source has one: it may be created later."""
 
 NUM_COPIES = 5
 """Checked steps that are equal on all ranks after which copies are reported at the end, without a process group."""
@@ -76,6 +81,7 @@ class Comparison:
         self._num_searches = 0
         self._num_unlike = 0
         self._never_exchanges: bool | None = None
+        self._has_group_later: bool | None = None
         self._compared: MatchedStep | None = None
         self.alike_at = 0
         """The newest step at which parameters were the same on all ranks; 0 if they never were."""
@@ -236,21 +242,34 @@ class Comparison:
 
     def _num_free_steps(self) -> int:
         """Return fewer steps if the program discarded a DDP wrapper, or if nothing in its source exchanges anything."""
-        if self._num_local < LOCAL_STEPS or self.is_without_group:
+        if self.is_without_group:
+            return self._num_steps_without_group()
+        if self._num_local < LOCAL_STEPS:
             return LOCAL_STEPS
         if self._never_exchanges is None:
             is_dropped = any(note["dropped"] for note in self.sets.values())
-            files = {site.get("file", "") for note in self.sets.values() for site in (note["site"], note["made"])}
-            self._never_exchanges = is_dropped or is_never_exchanged(files, self._context.sources())
+            self._never_exchanges = is_dropped or is_never_exchanged(self._files(), self._context.sources())
         return LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
+
+    def _num_steps_without_group(self) -> int:
+        """Return more steps if the program's source has a process group, which it may create later."""
+        if self._has_group_later is None:
+            self._has_group_later = mentions_group(self._files(), self._context.sources())
+        return NUM_STEPS_BEFORE_GROUP if self._has_group_later else LOCAL_STEPS
+
+    def _files(self) -> set[str]:
+        """Return the files of the lines that step the optimizer and wrap the model."""
+        return {site.get("file", "") for note in self.sets.values() for site in (note["site"], note["made"])}
 
     def _is_one_model(self, matched: MatchedStep) -> bool:
         """True if no DDP model has these parameters, which began equal and got different gradients.
 
         Without a process group and without a seed, they may have begun different.
         """
-        has_differed = bool(matched.difference.gradients) and not matched.rates
-        return self.is_free and has_differed and bool(self._began_alike or self._is_unseeded())
+        has_differed = bool(matched.difference.gradients) and not (matched.rates or matched.settings)
+        if not (self.is_free and has_differed and (self._began_alike or self._is_unseeded())):
+            return False
+        return not (self.is_without_group and is_meant_apart(self._files(), self._context.sources()))
 
     def _is_unseeded(self) -> bool:
         """True if ranks without a process group have different weights because the program sets no seed."""
@@ -263,9 +282,9 @@ class Comparison:
     def _copies(self, matched: MatchedStep, *, at_end: bool = False) -> Finding | None:
         """Return the finding if ranks without a process group train the same model on the same batches."""
         is_same = not (self._is_apart or self._has_own_gradients or matched.difference.parameters or matched.rates)
-        if not (self.is_without_group and is_same and (at_end or self._count(matched) >= LOCAL_STEPS)):
+        if not (self.is_without_group and is_same and (at_end or self._count(matched) >= self._num_free_steps())):
             return None
-        return self._make_finding(causes.COPIES, matched, matched)
+        return None if self._is_grouped_elsewhere() else self._make_finding(causes.COPIES, matched, matched)
 
     def _left_out(self, *, at_end: bool = False) -> Finding | None:
         """Return the finding if the program averages gradients itself and omits some; searches only a few times."""
@@ -328,6 +347,8 @@ class Comparison:
         if not matched.difference.gradients:
             if self.steps.find_skipped():
                 return causes.STEP
+            if matched.settings:
+                return causes.SETTINGS
             if matched.rates:
                 return causes.RATES
             if not self.alike_at or self.loads:
@@ -359,7 +380,7 @@ class Comparison:
     def _is_reduced_otherwise(self) -> bool:
         """True if other collectives may have averaged what DDP did not, or if that is unknown."""
         if self.is_without_group:
-            return False
+            return self._is_grouped_elsewhere()
         largest = max(note["largest"] for note in self.sets.values())
         since = self._first_bad.steps if self._first_bad else {}
         first_ns = self.steps.first_ns
@@ -374,6 +395,12 @@ class Comparison:
                     self.end()  # it is intended, and checking takes time
                 return True
         return False
+
+    def _is_grouped_elsewhere(self) -> bool:
+        """True if ranks that step without a process group have one before or after, as for a calibration at the end."""
+        if any(not each.is_without_group for each in self._all_of_job()):
+            return True
+        return any(log.num_begun for rank in self.steps.first_ns if (log := self._context.log(rank)) is not None)
 
     def _exchanges_often(self, log: RankLog, since_ns: int) -> bool:
         """True if the ranks hold parts of one model, whose results they exchange in at least every second step."""
@@ -456,6 +483,9 @@ def _evidence(cause: Cause, comparison: Comparison, first: MatchedStep, proof: M
     if cause is causes.RATES:
         shown = list(first.rates.items())[:8]
         lines += [f"rank {rank}: lr {', '.join(f'{rate:g}' for rate in rates)}" for rank, rates in shown]
+    if cause is causes.SETTINGS:
+        differing = list(first.settings.items())[:8]
+        lines += [f"rank {rank}: {', '.join(map(' '.join, each.items()))}" for rank, each in differing]
     if cause is causes.EPOCHS:
         begun = sorted(comparison.find_uneven_pass().items())[:8]
         lines.append("an epoch began after " + ", ".join(f"{number} steps on rank {rank}" for rank, number in begun))

@@ -169,14 +169,37 @@ _EXCHANGES = re.compile(
 )
 """Words in programs whose ranks train separately on purpose, temporarily or permanently."""
 
+_APART = re.compile(
+    r"(?<!un)(?<!mani)fold(?!er)|ensemble|bootstrap|sweep|trial|grid|hyper_?param|cross_?val|(?<!re)search",
+    re.IGNORECASE,
+)
+"""Words in programs whose ranks train separately on purpose, and never meet."""
+
+_RANK = re.compile(r"\bRANK\b")
+_GROUP = re.compile(r"process_group|init_group")
+
 
 def is_never_exchanged(files: Iterable[str], texts: Mapping[str, str]) -> bool:
     """Return True if the user's `files` are known and nothing in them suggests an exchange or separate training.
 
     `texts`: by name, sources that are not in a file.
     """
-    sources = [texts.get(file) or "".join(linecache.getlines(file)) for file in files if file]
+    sources = _read(files, texts)
     return bool(sources) and all(source and not _EXCHANGES.search(source) for source in sources)
+
+
+def mentions_group(files: Iterable[str], texts: Mapping[str, str]) -> bool:
+    """Return True if one of the user's `files` may create a process group; see above."""
+    return any(_GROUP.search(source) for source in _read(files, texts))
+
+
+def is_meant_apart(files: Iterable[str], texts: Mapping[str, str]) -> bool:
+    """Return True if one of the user's `files` reads the rank and names a purpose of separate training; see above."""
+    return any(_RANK.search(source) and _APART.search(source) for source in _read(files, texts))
+
+
+def _read(files: Iterable[str], texts: Mapping[str, str]) -> list[str]:
+    return [texts.get(file) or "".join(linecache.getlines(file)) for file in files if file]
 
 
 def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:

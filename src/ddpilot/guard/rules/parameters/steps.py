@@ -59,6 +59,17 @@ class MatchedStep:
         return rates if len({tuple(each) for each in rates.values()}) > 1 else {}
 
     @property
+    def settings(self) -> dict[int, dict[str, str]]:
+        """By rank, the optimizer's settings that differ between ranks, or only its class; empty if none do."""
+        of_rank = {rank: note["settings"] for rank, note in sorted(self.sets.items())}
+        first = next(iter(of_rank.values()), {})
+        differing = [name for name in first if len({settings.get(name) for settings in of_rank.values()}) > 1]
+        if differing[:1] == ["optimizer"]:
+            del differing[1:]
+        shown = {rank: {name: settings.get(name, "none") for name in differing} for rank, settings in of_rank.items()}
+        return shown if differing else {}
+
+    @property
     def is_reduced(self) -> bool:
         """True if DDP reduced a backward before this step."""
         return any("F" in note["events"] for note in self.notes.values())

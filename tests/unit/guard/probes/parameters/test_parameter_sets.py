@@ -166,6 +166,19 @@ def test_tensors_of_no_module_are_not_compared(book: ParameterSets, tmp_path: Pa
     assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["parameter_set", "step"]
 
 
+def test_settings_of_the_optimizer_are_noted_without_its_learning_rates(book: ParameterSets, tmp_path: Path) -> None:
+    """Learning rates are noted with each step, since schedules change them."""
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1, weight_decay=0.01)
+    optimizer.add_param_group({"params": nn.Linear(2, 1).parameters(), "weight_decay": 0})
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step(book, optimizer)
+    settings = read_journal(tmp_path / "journal").entries[0].values["settings"]
+    assert settings["optimizer"] == "AdamW"
+    assert settings["weight_decay"] == "0.01, 0"
+    assert settings["betas"] == "(0.9, 0.999)"
+    assert not {"lr", "initial_lr", "params"} & settings.keys()
+
+
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
 

@@ -12,15 +12,18 @@ import pytest
 
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.notes import LOCAL_STEPS
-from ddpilot.guard.rules.parameters.comparison import NUM_FREE_STEPS
+from ddpilot.guard.rules.parameters.comparison import NUM_FREE_STEPS, NUM_STEPS_BEFORE_GROUP
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.parameters.reduction_order import ReductionOrder
+from ddpilot.guard.rules.parameters.steps import MatchedStep
 from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.record.flight_ring.log import Collective, RankLog, Tensor
 from ddpilot.record.journal import Entry
 from tests.unit.guard.rules.feeding import judge
 
 MS = 1_000_000
+NO_GROUP = ("free", "no group/1/123", "train.py:7", 0)
+TWO_CLASSES = ({"optimizer": "SGD", "momentum": "0"}, {"optimizer": "Adam", "betas": "(0.9, 0.999)"})
 SITE = {"file": "train.py", "line": 7, "function": "", "text": "optimizer.step()"}
 
 
@@ -75,7 +78,7 @@ class Job:
             started_unix_ns=0,
             heartbeat_ns=None,
             closed_ns=None,
-            num_begun=2,
+            num_begun=2 if self.exchanged or self.key[1] != NO_GROUP[1] else 0,
             num_torn=0,
             num_faults=0,
             first_fault="",
@@ -91,6 +94,7 @@ class Job:
         """Its parameters."""
         values = {"late": [], "moved": [], "largest": 64, "site": SITE, "made": SITE | {"line": 3}} | values
         values = {"sizes": [64] * len(names), "called": list(names), "dropped": {}, "is_seeded": True} | values
+        values = {"settings": {}} | values
         self.note(rank, "parameter_set", key=list(self.key), names=list(names), **{"parameter_set": 1, **values})
 
     def step(
@@ -370,14 +374,11 @@ def test_divergence_of_a_model_that_was_never_wrapped_comes_early_where_ranks_ex
     assert [finding.code for finding in early.said] == ["DDP324"] * is_early
 
 
-NO_GROUP = ("free", "no group/1/123", "train.py:7", 0)
-
-
-def train_apart(*, is_seeded: bool, rate_of_rank: float = 0.0) -> Job:
+def train_apart(*, is_seeded: bool, rate_of_rank: float = 0.0, decay_of_rank: float = 0.0, source: str = "") -> Job:
     """Two ranks without a process group train models that begin different."""
-    job = Job(2, key=NO_GROUP)
+    job = Job(2, key=NO_GROUP, source=source)
     for rank in range(2):
-        job.parameters(rank, is_seeded=is_seeded)
+        job.parameters(rank, is_seeded=is_seeded, settings={"weight_decay": str(decay_of_rank * rank)})
     for number in range(1, LOCAL_STEPS + 1):
         for rank in range(2):
             job.step(rank, number, p=number + rank, g=1 + rank, seq=-1, rates=[0.1 + rate_of_rank * rank])
@@ -394,6 +395,53 @@ def test_divergence_without_a_process_group_is_found_where_models_begin_equal_or
     assert train_apart(is_seeded=False).finish() == ["DDP324"]
     assert train_apart(is_seeded=True).finish() == []
     assert train_apart(is_seeded=False, rate_of_rank=0.1).finish() == []
+    assert train_apart(is_seeded=False, decay_of_rank=0.1).finish() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "codes"),
+    [
+        ("fold = int(os.environ['RANK'])", []),
+        ("for lr in search_space[int(os.environ['RANK']) :: 2]:", []),
+        ("folder = paths[int(os.environ['RANK'])]", ["DDP324"]),
+        ("fold = 3", ["DDP324"]),
+    ],
+)
+def test_divergence_without_a_process_group_is_meant_if_the_source_says_what_each_rank_trains(
+    source: str, codes: list[str]
+) -> None:
+    """Its ranks choose a fold or a trial by their number."""
+    assert train_apart(is_seeded=False, source=source).finish() == codes
+
+
+def repeat_without_group(source: str = "", exchanged: int = 0, num_steps: int = LOCAL_STEPS) -> Job:
+    """Two ranks without a process group repeat the same training."""
+    job = Job(2, key=NO_GROUP, source=source, exchanged=exchanged)
+    for rank in range(2):
+        job.parameters(rank)
+    for number in range(1, num_steps + 1):
+        for rank in range(2):
+            job.step(rank, number, p=number, g=number, seq=-1)
+    return job
+
+
+def test_divergence_without_a_process_group_waits_longer_if_the_source_has_one() -> None:
+    """The program may create it later. At the end, the ranks had none."""
+    job = repeat_without_group("if args.distributed: dist.init_process_group()", num_steps=100)
+    assert job.said == []
+    assert job.finish() == ["DDP324"]
+    assert len(repeat_without_group("dist.init_process_group()", num_steps=NUM_STEPS_BEFORE_GROUP).said) == 1
+
+
+def test_divergence_before_or_after_a_process_group_is_not_reported() -> None:
+    """All ranks calibrate on the same samples before they train in DDP, or after it."""
+    source = "dist.init_process_group()"
+    before = repeat_without_group(source)
+    before.key = ["ddp", "world", 0, 0]
+    for rank in range(2):
+        before.parameters(rank, parameter_set=2)
+    assert before.finish() == []
+    assert repeat_without_group(source, exchanged=1).finish() == []
 
 
 @pytest.mark.parametrize(
@@ -512,6 +560,28 @@ def test_divergence_goes_by_the_pass_that_is_read() -> None:
     divided = Job(2, key=free)
     fold(divided, (1, 2), (40, 40), replicas=2)
     assert run(divided, 5).finish() == ["DDP324"]
+
+
+def test_divergence_says_which_settings_of_the_optimizer_differ() -> None:
+    """Each rank makes an update of its own from the same gradients."""
+    job = Job(2)
+    for rank in range(2):
+        job.parameters(rank, settings={"optimizer": "SGD", "momentum": "0.9", "weight_decay": f"0.{rank}"})
+    for number in range(1, 4):
+        for rank in range(2):
+            job.step(rank, number, p=1 + number * rank * (number > 1), rates=[0.1])
+    (finding,) = job.said
+    assert (finding.code, "settings of the optimizer" in finding.why) == ("DDP325", True)
+    assert [line for line in finding.evidence if line.startswith("rank ")] == [
+        "rank 0: weight_decay 0.0",
+        "rank 1: weight_decay 0.1",
+    ]
+
+
+def test_divergence_names_only_the_class_of_optimizers_that_differ_in_it() -> None:
+    """Each has settings that the other does not know."""
+    step = MatchedStep(sets={rank: {"settings": settings} for rank, settings in enumerate(TWO_CLASSES)})  # type: ignore[typeddict-item]
+    assert step.settings == {0: {"optimizer": "SGD"}, 1: {"optimizer": "Adam"}}
 
 
 def test_divergence_says_which_learning_rates_differ() -> None:
