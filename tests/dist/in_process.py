@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from ddpilot.cli.app import main
+from tests.dist.forked import forked_ranks
 
 
 class Done(NamedTuple):
@@ -29,8 +30,9 @@ def run_command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 
     def run(*words: object) -> Done:
         capfd.readouterr()
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
         monkeypatch.setattr(sys, "argv", ["ddpilot", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
+        with forked_ranks(), pytest.raises(SystemExit) as ended:
             main()
         said = capfd.readouterr()
         return Done(int(ended.value.code or 0), said.out, said.err)

@@ -85,6 +85,8 @@ class TwoNodes:
         self._names = {node: f"ddp{unique}{node}" for node in "ab"}
         self.addresses = {"a": "10.78.0.1", "b": "10.78.0.2"}  # seen by these two alone
         self.interfaces = {node: f"v{unique}{node}" for node in "ab"}
+        self.forks_ranks = True
+        """Whether the ranks of `ddpilot run` are forked. A stack that is shown of one then begins in the tests."""
         self._agents: list[tuple[Agent, threading.Thread]] = []
 
     def open(self) -> None:
@@ -123,7 +125,8 @@ class TwoNodes:
         full = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         if words[:3] in ([*TORCHRUN], [*OURS]):
-            process = start_forked(words, full, namespace=self._names[node], stdin=subprocess.DEVNULL, **streams)
+            streams |= {"stdin": subprocess.DEVNULL, "forks_ranks": self.forks_ranks}
+            process = start_forked(words, full, namespace=self._names[node], **streams)
         else:
             words = ["ip", "netns", "exec", self._names[node], *words]
             process = subprocess.Popen(words, env=full, text=True, **streams)

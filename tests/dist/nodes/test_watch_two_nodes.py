@@ -124,6 +124,7 @@ def test_a_rank_that_sleeps_is_named_and_then_different_collectives_on_both_node
 
     Then code, ranks and lines, seconds after they diverge; also in the saved report, which covers all ranks.
     """
+    nodes.forks_ranks = False
     a, b = start_both(nodes, tmp_path, SLEEPS + PARTS)
     slept_s = a.wait_for("all is well", LIMIT_S)
     said_s = a.wait_for("desync  DDP201  collective #21 of the default group differs between ranks", LIMIT_S)

@@ -136,7 +136,8 @@ def test_a_script_that_fails_is_profiled_up_to_then(tmp_path: Path, run_command:
 def test_ctrl_c_ends_the_script_and_prints_its_profile() -> None:
     """As it ends `tune`: with what is known so far, and the same exit status."""
     command = [sys.executable, "-m", "ddpilot", "profile", str(SCRIPT), "-n", "1", "--", "interrupt"]
-    with start_forked(command, os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with start_forked(command, environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         while "update 20" not in (line := process.stdout.readline()):
             assert line, "the script has ended before"

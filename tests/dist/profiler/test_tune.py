@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ddpilot.cli.tune_command import Runner
 from ddpilot.profiler.rank.overrides import Call, Trial
+from tests.dist.forked import forked_ranks, start_forked
 from tests.dist.in_process import Run, run_command
 
 __all__ = ["run_command"]
@@ -25,6 +27,13 @@ NUM_UPDATES = 12
 def command(*words: object) -> list[str]:
     """The command with these words."""
     return [sys.executable, "-m", "ddpilot", "tune", *map(str, words)]
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked() -> Iterator[None]:
+    """Those of runs with one thread."""
+    with forked_ranks():
+        yield
 
 
 def run_calls(trial: Trial) -> list[Call]:
@@ -88,7 +97,8 @@ def test_what_helps_is_found_and_its_line_is_printed() -> None:
 def test_an_interrupt_ends_with_what_is_known() -> None:
     """After the first run as it is; no rank remains, which the fixtures of all tests look at."""
     words = (SCRIPT, "-n", 2, "--updates", NUM_UPDATES, "--", "used")
-    with subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with start_forked(command(*words), environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("run 1"):

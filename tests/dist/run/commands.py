@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 
 import pytest
 
 from ddpilot.cli.app import main
+from tests.dist.forked import forked_ranks, is_as_here
 from tests.dist.launching import scripts
 from tests.dist.launching.scripts import Outcome, finish
 
@@ -44,8 +45,16 @@ def run(folder: Path, *words: object, **more: str) -> Outcome:
     """`ddpilot run` with `words`, to its end: the ranks are processes, and this one, which has torch, their parent.
 
     A parent of its own takes 1.5 s to import torch; `started` forks one, and `run_fresh` is for what
-    differs in a process that has forked nothing.
+    differs in a process that has forked nothing. Ranks are forked as well, where Python and torch would read the same
+    variables as here.
     """
+    variables = environment(**more)
+    with forked_ranks() if is_as_here(variables) else nullcontext():
+        return run_with_fresh_ranks(folder, *words, **more)
+
+
+def run_with_fresh_ranks(folder: Path, *words: object, **more: str) -> Outcome:
+    """As `run`, where it matters how Python starts the ranks."""
     variables = environment(**more)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.dist.launching.scripts import Outcome, finish
-from tests.dist.run.commands import TORCHRUN, environment, run, started, write
+from tests.dist.run.commands import TORCHRUN, environment, run, run_with_fresh_ranks, started, write
 
 pytestmark = pytest.mark.usefixtures("collects_at_exit")
 
@@ -95,7 +95,7 @@ def test_run_shows_a_script_what_plain_python_shows_it(tmp_path: Path, words: li
     write(tmp_path, "sub/look.py", LOOK)
     write(tmp_path, "sub/__init__.py", "")
     args = ["--epochs", "3", "a b", "--", "-n"]
-    mine = said_by_rank_zero(run(tmp_path, "-n", 1, *words, *args))
+    mine = said_by_rank_zero(run_with_fresh_ranks(tmp_path, "-n", 1, *words, *args))
     theirs = json.loads(plain(tmp_path, *words, *args).stdout)
     assert mine == theirs
     assert mine["argv"][1:] == args
@@ -110,7 +110,7 @@ def test_run_starts_an_application_as_plain_python_does(tmp_path: Path, target: 
     with zipfile.ZipFile(tmp_path / "app.pyz", "w") as archive:
         for path in (main, main.with_name("part.py")):
             archive.write(path, path.name)
-    mine = said_by_rank_zero(run(tmp_path, "-n", 1, target, "-x"))
+    mine = said_by_rank_zero(run_with_fresh_ranks(tmp_path, "-n", 1, target, "-x"))
     assert mine == json.loads(plain(tmp_path, target, "-x").stdout)
     assert mine["argv"] == [target, "-x"]
 
@@ -119,7 +119,7 @@ def test_run_starts_an_application_as_plain_python_does(tmp_path: Path, target: 
 def test_run_shows_the_traceback_that_plain_python_shows(tmp_path: Path) -> None:
     """Chained exceptions included, without a line of the program around the script."""
     write(tmp_path, "fail.py", FAIL)
-    done = run(tmp_path, "fail.py")
+    done = run_with_fresh_ranks(tmp_path, "fail.py")
     shown = "\n".join(line.removeprefix("[rank 0] ") for line in done.err.splitlines() if line.startswith("[rank 0] "))
     assert shown + "\n" == plain(tmp_path, "fail.py").stderr
     assert "rank_main" not in done.err

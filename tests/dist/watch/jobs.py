@@ -26,6 +26,7 @@ from ddpilot.record.main_thread import answer_with_stacks, stacks_path
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.snapshot.files import take_stacks
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
+from tests.preload import PRELOAD
 
 LIMIT_S = 90.0
 
@@ -57,7 +58,9 @@ class Job:
         self.folder = script.parent / f"{script.stem}-rings"
         self.folder.mkdir()
         self._num_ranks = num_ranks
-        self._launcher = ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=LIMIT_S, output="silent", watch=False)
+        self._launcher = ddpilot.Launcher(
+            nproc_per_node=num_ranks, timeout_s=LIMIT_S, output="silent", watch=False, preload=PRELOAD
+        )
         self._thread = threading.Thread(target=self._run, args=(script,))
 
     def __enter__(self) -> Job:

@@ -17,7 +17,7 @@ import ddpilot
 from ddpilot.watch.external.instrumentation import enable_from_environment
 from ddpilot.watch.job_folder import JOBS_VARIABLE, list_jobs
 from tests.dist.launching.scripts import Outcome, finish, run_script, running, wait_until
-from tests.dist.run.commands import environment, run, write
+from tests.dist.run.commands import environment, run, run_with_fresh_ranks, write
 from tests.soak import often
 
 RUN = ("-m", "ddpilot", "run", "-n", "2")
@@ -84,7 +84,8 @@ def test_run_ends_with_the_finding_and_status_1(tmp_path: Path) -> None:
 def test_run_imports_no_torch_before_the_script_does(tmp_path: Path) -> None:
     """A script may set what torch reads when it is imported; one that never imports it is not recorded."""
     text = "import sys\nprint('torch' in sys.modules, 'torch.distributed' in sys.modules)\n"
-    done = run_here(text, tmp_path)
+    write(tmp_path, "script.py", text)
+    done = run_with_fresh_ranks(tmp_path, "-n", 2, "script.py", **{JOBS_VARIABLE: str(tmp_path / "jobs")})
     assert done.out.split()[-2:] == ["False", "False"]
     assert done.err == ""
 
