@@ -38,7 +38,13 @@ from ddpilot.training.loss_weights import (
 )
 from ddpilot.training.models.comm_hooks import carries_errors, forget_errors
 from ddpilot.training.models.optimizers import clear_gradients, requires_closure
-from ddpilot.training.models.registry import OptimizerRecord, PreparedModel, PreparedObjects, ReducerErrors, has_gradients
+from ddpilot.training.models.registry import (
+    OptimizerRecord,
+    PreparedModel,
+    PreparedObjects,
+    ReducerErrors,
+    has_gradients,
+)
 from ddpilot.training.step.empty_batch import EmptyBatchForward, share_buffers
 
 
