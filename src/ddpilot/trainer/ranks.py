@@ -17,7 +17,7 @@ from ddpilot.group.fake import FakeGroup
 from ddpilot.group.init_group import init_group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launcher import Launcher
-from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.launching.shipping.parcel import RankResults
 from ddpilot.launching.shipping.torch_settings import OnRank
 from ddpilot.module_names import TRAINER_PRELOAD
 from ddpilot.trainer.core import TrainerCore
