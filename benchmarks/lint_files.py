@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.measure import Row, alternate, main, render_values, seconds
-from ddpilot.lint.linter import find_files, is_relevant, lint_files, read_text
-from ddpilot.lint.options import LintOptions
+from ddpilot.lint.linter import LintOptions, find_files, is_relevant, lint_files, read_text
 
 NUM_FILES = 1_000
 LIMIT_S = 60.0

@@ -16,8 +16,7 @@ from typing import Any
 
 from ddpilot.findings.display import render_text
 from ddpilot.record.flight_ring import layout
-from ddpilot.record.flight_ring.groups import pack_ranks
-from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
+from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor, pack_ranks
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.flight_ring.writer import RingWriter
 from ddpilot.watch.analysis import Analysis, analyze

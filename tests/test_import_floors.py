@@ -25,10 +25,10 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.guard.probes", "ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
     *("ddpilot.diagnose.ranks", "ddpilot.diagnose.nodes"),
     *("ddpilot.diagnose.updates.probe", "ddpilot.diagnose.updates.changes", "ddpilot.diagnose.updates.placements"),
-    *("ddpilot.diagnose.updates.batches", "ddpilot.diagnose.updates.draws"),
-    *("ddpilot.profiler.rank.probe", "ddpilot.profiler.rank.modules", "ddpilot.profiler.rank.reductions"),
-    *("ddpilot.profiler.rank.ddp_models", "ddpilot.profiler.rank.host_reads"),
-    *("ddpilot.profiler.rank.resources", "ddpilot.profiler.rank.buckets", "ddpilot.profiler.rank.node_clocks"),
+    "ddpilot.diagnose.updates.draws",
+    *("ddpilot.profiler.rank.probe", "ddpilot.profiler.rank.modules"),
+    *("ddpilot.profiler.rank.buckets", "ddpilot.profiler.rank.host_reads"),
+    *("ddpilot.profiler.rank.resources", "ddpilot.profiler.rank.node_clocks"),
     *("ddpilot.profiler.rank.tracing", "ddpilot.profiler.rank.device_clock", "ddpilot.profiler.running"),
 )
 # These compare what ranks have recorded; numpy takes a tenth of a second.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ddpilot.errors import RankError
-from ddpilot.launching.function_launch.launch import check_function, run_local
+from ddpilot.launching.launch import check_function, run_local
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import (
     SURE,
@@ -18,7 +18,7 @@ from ddpilot.launching.options import (
     explain_unknown,
     option_meant,
 )
-from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.launching.shipping.parcel import RankResults
 from ddpilot.slurm.launcher import SlurmLauncher
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions

@@ -1,14 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line of code, and whether it is the user's: in a script, a module or a cell, not in a library or generated code."""
+"""The user's code: whether a line is in a script, a module or a cell, not in a library, and the text of cells."""
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
+
+
+def collect_sources() -> dict[str, list[str]]:
+    """Lines of every source that is in `linecache` but not on disk, by file name."""
+    return {
+        name: list(entry[2])
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and entry[2] and not os.path.exists(name) and not name.startswith("<frozen")
+    }
+
+
+def install_sources(sources: Mapping[str, list[str]]) -> None:
+    """Add `sources` to this process's `linecache`; an entry without a modification time is never checked on disk."""
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+
+
+def name_cells(text: str) -> str:
+    """Replace IPython's file names of cells in a traceback or location with their labels: ``Cell In[3], line 4``."""
+    shell = getattr(sys.modules["__main__"], "get_ipython", lambda: None)()
+    label = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    if label is None:
+        return text
+
+    def rename(match: re.Match[str]) -> str:
+        found = label(match[1] or match[2])
+        return match[0] if found is None else " ".join(found)
+
+    return re.sub(r'File "([^"\n]+)"(?=, line)|(/[^\s:"]+\.py)(?=:\d)', rename, text)
+
 
 _OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _STARTERS = os.path.join(_OURS, "launching", "")

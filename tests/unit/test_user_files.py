@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import ddpilot
 from ddpilot.launching.first_failure import find_crash_line, find_raised_line
 from ddpilot.record.call_sites import USER, SiteFinder
-from ddpilot.user_files import CodeLine, is_users
+from ddpilot.user_files import CodeLine, collect_sources, install_sources, is_users, name_cells
 from ddpilot.watch.companion import find_known_error
 from ddpilot.watch.snapshot.model import RankException
 from ddpilot.watch.snapshot.stacks import user_chain
@@ -70,3 +76,52 @@ def test_a_method_that_a_dataclass_has_made_is_not_the_users_line() -> None:
     """Its file name is that of `python -c`, too: what called it is named."""
     frames = [CodeLine("<string>", 5, "__init__"), CodeLine("/a.py", 3, "f")]
     assert [each.file for each in user_chain(frames)] == ["/a.py"]
+
+
+CELL = "/tmp/ipykernel_12/345.py"
+
+
+@pytest.fixture(autouse=True)
+def _same_linecache() -> Iterator[None]:
+    before = dict(linecache.cache)
+    yield
+    linecache.cache.clear()
+    linecache.cache.update(before)
+
+
+def test_install_sources_gives_tracebacks_their_lines() -> None:
+    """Sources that one process collected show a cell's lines in tracebacks of a different process."""
+    linecache.cache[CELL] = (16, None, ["def f():\n", "    1 / 0\n"], CELL)
+    sources = collect_sources()
+    linecache.cache.clear()
+    install_sources(sources)
+    linecache.checkcache()  # every traceback does that, and it must not drop them
+    space: dict[str, Any] = {}
+    exec(compile("def f():\n    1 / 0\n", CELL, "exec"), space)
+    try:
+        space["f"]()
+    except ZeroDivisionError:
+        assert f'File "{CELL}", line 2, in f\n    1 / 0' in traceback.format_exc()
+
+
+def test_collect_sources_leaves_out_files_on_disk() -> None:
+    """A rank reads those itself."""
+    linecache.getlines(__file__)
+    assert __file__ in linecache.cache
+    assert __file__ not in collect_sources()
+
+
+def test_name_cells_uses_the_shell_s_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback has ``Cell In[3]``, as in the notebook itself; other files keep their names."""
+    compiler = types.SimpleNamespace(format_code_name=lambda name: ("Cell", "In[3]") if name == CELL else None)
+    shell = types.SimpleNamespace(compile=compiler)
+    monkeypatch.setattr(sys.modules["__main__"], "get_ipython", lambda: shell, raising=False)
+    text = f'  File "{CELL}", line 2, in f\n  File "net.py", line 1, in g'
+    assert name_cells(text) == '  Cell In[3], line 2, in f\n  File "net.py", line 1, in g'
+    assert name_cells(f"{CELL}:3 in seg, /a/net.py:7 in g") == "Cell In[3]:3 in seg, /a/net.py:7 in g"
+
+
+def test_name_cells_leaves_text_alone_outside_a_notebook() -> None:
+    """Without a shell there are no cells."""
+    text = f'  File "{CELL}", line 2, in f'
+    assert name_cells(text) == text

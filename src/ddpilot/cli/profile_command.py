@@ -14,11 +14,9 @@ from pathlib import Path
 
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RecordError, WatchError
-from ddpilot.launching.elastic.options import DEFAULT_PORT, RunOptions
-from ddpilot.launching.elastic.prepare import PreparedRun, prepare_run
+from ddpilot.launching.elastic.options import DEFAULT_PORT, OutputClosedError, RunOptions, RunStoppedError
 from ddpilot.launching.elastic.run import run_prepared
-from ddpilot.launching.elastic.signals import OutputClosedError, RunStoppedError
-from ddpilot.launching.elastic.target import check_target
+from ddpilot.launching.elastic.target import PreparedRun, check_target, prepare_run
 from ddpilot.module_names import PROFILE_HOOK
 from ddpilot.output.writer import LabelledWriter
 from ddpilot.profiler.clocks import find_offsets

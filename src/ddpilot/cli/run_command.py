@@ -21,11 +21,15 @@ from typing import Any
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError, did_you_mean
 from ddpilot.guard.hook import GUARD_VARIABLE
-from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.prepare import prepare_run
+from ddpilot.launching.elastic.options import (
+    DEFAULT_SIGNALS,
+    OutputClosedError,
+    RunOptions,
+    RunStoppedError,
+    check_signals,
+)
 from ddpilot.launching.elastic.run import run_prepared
-from ddpilot.launching.elastic.signals import DEFAULT_SIGNALS, OutputClosedError, RunStoppedError, check_signals
-from ddpilot.launching.elastic.target import LAUNCHERS
+from ddpilot.launching.elastic.target import LAUNCHERS, prepare_run
 from ddpilot.option_parser import (
     HelpRequested,
     OptionParser,

@@ -14,9 +14,8 @@ from ddpilot.errors import SlurmError, did_you_mean
 from ddpilot.option_parser import HelpRequested, parse_int
 from ddpilot.slurm.arrays import describe_array, follow_array, is_array, summarize_array
 from ddpilot.slurm.commands import ask_nodes, cancel_job, check_script, read_jobs, submit_job
-from ddpilot.slurm.defaults import find_defaults, options_with_defaults
 from ddpilot.slurm.follow import describe_job, follow_job, summarize_job
-from ddpilot.slurm.options import SUBSTITUTES, JobOptions
+from ddpilot.slurm.options import SUBSTITUTES, JobOptions, find_defaults, options_with_defaults
 from ddpilot.slurm.records import JobRecord
 from ddpilot.slurm.script import render_job_script
 

@@ -13,16 +13,15 @@ from typing import Any
 
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError
+from ddpilot.launching.elastic.rank_main import ScriptCall
 from ddpilot.launching.elastic.rendezvous.network import find_gloo_interfaces
-from ddpilot.launching.elastic.script_call import ScriptCall
 from ddpilot.launching.elastic.target import check_target
 from ddpilot.module_names import PROFILE_HOOK, TRIAL_HOOK
 from ddpilot.profiler.rank.overrides import TRIAL_VARIABLE, Call, Trial, read_calls
 from ddpilot.profiler.result import Profile, make_profile
 from ddpilot.profiler.spans_file import PROFILE_VARIABLE, RankTimes, find_ranks, read_times
-from ddpilot.profiler.tuning.choice import Profiled, choose_options
+from ddpilot.profiler.tuning.choice import Profiled, choose_options, describe_unknown, find_library, read_names
 from ddpilot.profiler.tuning.lines import write_changes
-from ddpilot.profiler.tuning.nccl import describe_unknown, find_library, read_names
 from ddpilot.profiler.tuning.result import Tuning
 from ddpilot.profiler.tuning.search import Run, Search, Trials, measure_update
 from ddpilot.repeated_runs import RepeatedLauncher

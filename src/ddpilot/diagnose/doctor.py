@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpilot.diagnose.diagnosis import Diagnosis
 from ddpilot.diagnose.facts import Facts, explain_error
-from ddpilot.diagnose.nccl_settings import suggest_settings
+from ddpilot.diagnose.nccl_log import suggest_settings
 from ddpilot.diagnose.registry import run_checks
 from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.nvml import count_accelerators

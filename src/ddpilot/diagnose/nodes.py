@@ -17,7 +17,7 @@ from ddpilot.diagnose.checks.filesystem import existing_folder
 from ddpilot.diagnose.checks.network import host_name, route_to_master
 from ddpilot.diagnose.diagnosis import NODES, Diagnosis, Line, merge_nodes
 from ddpilot.diagnose.facts import Answer, Facts, RankReport, explain_error
-from ddpilot.diagnose.nccl_settings import suggest_settings
+from ddpilot.diagnose.nccl_log import suggest_settings
 from ddpilot.diagnose.ranks import examine_rank
 from ddpilot.diagnose.reachability import Node, check_reachability, check_shared_folder, make_mark
 from ddpilot.diagnose.registry import run_checks

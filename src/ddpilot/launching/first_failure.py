@@ -16,8 +16,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.launching.exception_report import find_unsent, shorten_message
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Exited, Raised
-from ddpilot.output.cell_sources import name_cells
-from ddpilot.user_files import CodeLine, is_users_line, starts_ranks
+from ddpilot.user_files import CodeLine, is_users_line, name_cells, starts_ranks
 
 _WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<why>.+)")
 """Log line of an accelerator's backend (NCCL) with the reason for which it ends the process."""

@@ -9,9 +9,8 @@ from difflib import unified_diff
 from typing import TYPE_CHECKING
 
 from ddpilot.errors import DdpilotError
-from ddpilot.lint.linter import Diagnostic, lint_text
+from ddpilot.lint.linter import Diagnostic, LintOptions, lint_text
 from ddpilot.lint.notebook import read_notebook, replace_code
-from ddpilot.lint.options import LintOptions
 
 if TYPE_CHECKING:
     import libcst as cst

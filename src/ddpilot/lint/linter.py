@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the rules over files: find them, read them, drop what is ignored."""
+"""Run the rules over files: find them, read them, drop what is ignored. `LintOptions`: which rules and files."""
 
 from __future__ import annotations
 
@@ -7,18 +7,75 @@ import ast
 import io
 import os
 import re
+import sys
 import tokenize
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from ddpilot.errors import DdpilotError
 from ddpilot.lint.notebook import read_notebook
-from ddpilot.lint.options import LintOptions
 from ddpilot.lint.program import Program
 from ddpilot.lint.rule import Edit, Facts
-from ddpilot.lint.rules import RULES
+from ddpilot.lint.rules import CODES, RULES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintOptions:
+    """Which codes are reported, and in which files. ``DDP4`` stands for all codes that begin with it."""
+
+    select: tuple[str, ...] = ()
+    """Codes to report; all if empty."""
+    ignore: tuple[str, ...] = ()
+    """Codes not to report, whether selected or not."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of files and folders that are not checked, such as ``build`` or ``tests/*``."""
+
+    def __post_init__(self) -> None:
+        for each in (*self.select, *self.ignore):
+            if not each or not any(code.startswith(each) for code in CODES):
+                raise DdpilotError(
+                    "choosing rules", found=f"no rule's code begins with {each!r}", fix=f"Rules: {', '.join(CODES)}"
+                )
+
+    def has(self, code: str) -> bool:
+        """Return True if `code` is reported."""
+        return (not self.select or code.startswith(self.select)) and not (self.ignore and code.startswith(self.ignore))
+
+
+def read_options(folder: Path) -> LintOptions:
+    """Return the options in the pyproject.toml of `folder` or of the nearest folder above it.
+
+    Raises `DdpilotError` if the file cannot be read, or for an unknown option.
+    """
+    for each in (folder, *folder.parents):
+        if (path := each / "pyproject.toml").is_file():
+            try:
+                table = tomllib.loads(path.read_text("utf-8")).get("tool", {}).get("ddpilot", {}).get("lint", {})
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise DdpilotError(f"reading {path}", found=str(error), fix="Correct the file") from error
+            return _options_in(table, path)
+    return LintOptions()
+
+
+def _options_in(table: Mapping[str, Any], path: Path) -> LintOptions:
+    known = [field.name for field in fields(LintOptions)]
+    for name, value in table.items():
+        if name not in known or not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise DdpilotError(
+                f"reading [tool.ddpilot.lint] in {path}",
+                found=f"{name} = {value!r}",
+                fix=f"Give lists of strings for {', '.join(known)}",
+            )
+    return LintOptions(**{name: tuple(value) for name, value in table.items()})
+
 
 SUFFIXES = (".py", ".ipynb")
 _RELEVANT = re.compile(r"\b(?:torch|lightning|pytorch_lightning|accelerate|fastai|transformers)\b")
@@ -51,7 +108,7 @@ class Diagnostic:
         return f"{self.path}:{f'cell {self.cell}:' if self.cell else ''}{self.line}:{self.column}"
 
 
-def lint_text(text: str, path: str, options: LintOptions = LintOptions()) -> list[Diagnostic]:  # noqa: B008 - frozen
+def lint_text(text: str, path: str, options: LintOptions = LintOptions()) -> list[Diagnostic]:
     """Return what the rules find in a script, or in a notebook if `path` ends in ``.ipynb``, in the order of the lines.
 
     Raises `SyntaxError`, `ValueError` or `RecursionError` if `text` cannot be parsed; a text without any name that the

@@ -50,11 +50,8 @@ class RankFlow:
         """The names of what is passed to a collective that makes it the same on all ranks."""
         calls = self._program.calls_to(*(f"torch.distributed.{name}" for name in _EQUALIZING))
         return {
-            e.id for call in calls for e in ast.walk(call) if isinstance(e, ast.Name) and not self._looks_like_rank(e)
+            e.id for call in calls for e in ast.walk(call) if isinstance(e, ast.Name) and not _NAMES.depends_on_rank(e)
         }
-
-    def _looks_like_rank(self, node: ast.Name) -> bool:
-        return _NAMES.depends_on_rank(node)
 
     def differs(self, test: ast.AST, depth: int = 4) -> bool:
         """Return True if the value of `test` depends on the rank, and is not only whether there is a rank at all."""
@@ -111,7 +108,7 @@ class RankFlow:
         for parent in program.ancestors(node):
             name = program.fields[child]
             if isinstance(parent, (ast.If, ast.IfExp, ast.While)) and name in ("body", "orelse"):
-                if self.differs(parent.test) and not _is_main_guard(parent.test):
+                if self.differs(parent.test) and "__name__" not in ast.unparse(parent.test):
                     yield Guard("condition", parent, parent.test, name == "orelse")
             elif isinstance(parent, ast.BoolOp) and child is not parent.values[0]:
                 if any(self.differs(each) for each in parent.values[: parent.values.index(child)]):  # type: ignore[arg-type]
@@ -191,10 +188,6 @@ def _asks_for_a_rank(test: ast.Compare) -> bool:
     is_minus_one = isinstance(right, ast.UnaryOp) and is_constant(right.operand, 1)
     is_sign = isinstance(test.ops[0], (ast.GtE, ast.Lt)) and is_constant(right, 0)
     return is_minus_one or is_sign or is_constant(right, None)
-
-
-def _is_main_guard(test: ast.expr) -> bool:
-    return "__name__" in ast.unparse(test)
 
 
 P2P = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"})

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
-from ddpilot.output.cell_sources import name_cells
 from ddpilot.output.lines import Line, LineMerger, Lines, LineSplitter, Progress, texts_of
 from ddpilot.output.writer import LabelledWriter
+from ddpilot.user_files import name_cells
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PIPE_BYTES = 1 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sysconfig
 
-from ddpilot.record.collectives.kernels import plan_operations
-from ddpilot.record.collectives.start_stop import connect, start_recording
+from ddpilot.record.collectives.start_stop import connect, plan_operations, start_recording
 
 PREPARED = (start_recording, connect, plan_operations(), sysconfig.get_paths())

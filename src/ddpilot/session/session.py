@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, RecordError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.function_launch.launch import check_function
+from ddpilot.launching.launch import check_function
 from ddpilot.launching.options import check_keywords, explain_unknown
-from ddpilot.launching.shipping.parcel import open_parcel
-from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.launching.shipping.parcel import RankResults, open_parcel
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.system_limits import limits_explained
-from ddpilot.output.cell_sources import collect_sources
 from ddpilot.output.view import TextView, View
 from ddpilot.session import arguments
 from ddpilot.session.arguments import check_ranks
@@ -30,10 +28,10 @@ from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.event_router import InterruptListener
 from ddpilot.session.kernels.states import describe_absent, make_dead_error
 from ddpilot.session.options import SessionOptions
-from ddpilot.session.protocol.entry_points import call_with_sources
-from ddpilot.session.protocol.messages import Call, Pull, Push
+from ddpilot.session.protocol.messages import Call, Pull, Push, call_with_sources
 from ddpilot.session.protocol.variables import check_complete, describe_pushed, make_refusal_error
 from ddpilot.session.status import RankStatus, describe_stack, read_statuses
+from ddpilot.user_files import collect_sources
 from ddpilot.watch.options import OnFinding
 
 if TYPE_CHECKING:

@@ -52,12 +52,8 @@ def _verb(records: Sequence[JobRecord], one: str, several: str) -> str:
     return f"task{'' if is_one else 's'} {_tasks(records)} {one if is_one else several}"
 
 
-def _numbers(record: JobRecord) -> str:
-    return record.job_id.partition("_")[2].strip("[]")
-
-
 def _tasks(records: Iterable[JobRecord]) -> str:
-    names = [_numbers(each) for each in records]
+    names = [each.job_id.partition("_")[2].strip("[]") for each in records]
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{', '.join(names[:_MAX_NAMED])}{more}"
 

@@ -15,15 +15,12 @@ from typing import Any
 
 from ddpilot.errors import LaunchTimeoutError, RankError, SlurmError
 from ddpilot.launching.first_failure import RankEnd, build_error
-from ddpilot.launching.function_launch.launch import check_function
+from ddpilot.launching.launch import check_function
 from ddpilot.launching.rank_reports import Raised
-from ddpilot.launching.shipping.parcel import open_parcel
-from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.launching.shipping.parcel import RankResults, open_parcel
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.module_names import FUNCTION_RANK
-from ddpilot.output.cell_sources import collect_sources
 from ddpilot.slurm.commands import cancel_job, estimate_start, read_job, submit_job
-from ddpilot.slurm.defaults import options_with_defaults
 from ddpilot.slurm.follow import LOOK_S, Looks, describe_job, follow_job, summarize_job
 from ddpilot.slurm.function_rank import (
     CALL,
@@ -34,8 +31,9 @@ from ddpilot.slurm.function_rank import (
     write_atomically,
     write_parcel,
 )
-from ddpilot.slurm.options import JobOptions, refusal
+from ddpilot.slurm.options import JobOptions, options_with_defaults, refusal
 from ddpilot.slurm.script import render_job_script
+from ddpilot.user_files import collect_sources
 
 _LATE_S = 10.0
 """Seconds that a file may need to be seen from here, over a network file system."""

@@ -350,7 +350,7 @@ def _early_exits(
     source: Source, loop: ast.AST, *, has_ended: bool, also_same: bool = False
 ) -> Iterator[tuple[DecisionPoint, bool]]:
     """Yield statements that leave the loop and may differ between ranks, with True for those at the end of data."""
-    handlers = _data_end_handlers(loop)
+    handlers = [each for each in ast.walk(loop) if isinstance(each, ast.ExceptHandler) and catches_data_end(each)]
     for node, tests in walk_loop(loop):
         if not (isinstance(node, (ast.Break, ast.Return)) or (has_ended and _exits_with_0(node))):
             continue
@@ -371,10 +371,6 @@ def _while_condition(source: Source, loop: ast.AST) -> Iterator[tuple[DecisionPo
             DecisionPoint(loop.lineno, source.text(loop.lineno), depends),
             not depends and _depends_on_next(source, loop.test),
         )
-
-
-def _data_end_handlers(node: ast.AST) -> list[ast.ExceptHandler]:
-    return [each for each in ast.walk(node) if isinstance(each, ast.ExceptHandler) and catches_data_end(each)]
 
 
 def _depends_on_next(source: Source, test: ast.expr) -> bool:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.explain.ddp_constructor import explain_wraps
-from ddpilot.watch.explain.draft import Draft
-from ddpilot.watch.explain.mismatch import explain_mismatch
+from ddpilot.watch.explain.mismatch import explain_mismatch, explain_wraps
 from ddpilot.watch.explain.open_waits import explain_cycle, explain_message, explain_open_wait, render_open_wait
 from ddpilot.watch.explain.process_group_init import explain_group_init
 from ddpilot.watch.explain.rank_exit import explain_death, explain_exited, explain_outlasted
+from ddpilot.watch.explain.text import Draft
 from ddpilot.watch.matching.mismatch import MismatchedCollective, find_first_mismatches
 from ddpilot.watch.matching.outcomes import COMMON_END, before_common_end, first_deaths, outcome_of
 from ddpilot.watch.matching.progress import GroupProgress, find_progress

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from ddpilot.errors import LaunchInterrupted
-from ddpilot.launching.function_launch.launch import run_local
+from ddpilot.launching.launch import run_local
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from tests.dist.launching.scripts import finish, is_alive, running, wait_until

@@ -82,7 +82,7 @@ def test_script_ends_with_its_server(tmp_path: Path) -> None:
 WHILE_TORCH_IS_IMPORTED = """
 import threading
 import ddpilot
-from ddpilot.launching.on_import import when_imported
+from ddpilot.environments.interpreter import when_imported
 
 def make(number):
     import torch

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.lint.fixes import fix_text
-from ddpilot.lint.linter import lint_text
-from ddpilot.lint.options import LintOptions
+from ddpilot.lint.linter import LintOptions, lint_text
 from ddpilot.lint.rules import RULES
 from tests.dist.launching.scripts import Outcome
 from tests.dist.run import commands

@@ -20,7 +20,7 @@ from ddpilot.record.call_sites import SiteFinder
 from ddpilot.record.collectives.recorder import RecordBuilder
 from ddpilot.record.collectives.start_stop import start_recording
 from ddpilot.record.collectives.unfinished_works import UnfinishedWorks
-from ddpilot.record.flight_ring.groups import GroupTable
+from ddpilot.record.flight_ring.log import GroupTable
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.flight_ring.writer import RingWriter
 from tests.dist.record.ranks import my_rank, read_all, recorded, ring_of, run

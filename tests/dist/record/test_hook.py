@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpilot.launching.function_launch.launch import run_local
+from ddpilot.launching.launch import run_local
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import count_begun_in, find_waiting, read_newest, read_ring

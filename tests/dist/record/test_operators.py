@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpilot.record.collectives.kernels import plan_operations
+from ddpilot.record.collectives.start_stop import plan_operations
 from tests.dist.record.ranks import my_rank, read_all, recorded, run
 
 NOT_RECORDED = {"c10d::check_for_nan": "no process group among its arguments: it is local to the rank"}

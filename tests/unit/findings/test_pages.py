@@ -11,8 +11,7 @@ import pytest
 
 from ddpilot.findings.catalog import OTHER_CAUSES, SECTIONS, Entry, all_entries, find_entry
 from ddpilot.findings.page import FOOTER_HEADING, NAMES, blocks_of, full_text, render_page
-from ddpilot.lint.linter import lint_text
-from ddpilot.lint.options import LintOptions
+from ddpilot.lint.linter import LintOptions, lint_text
 from ddpilot.lint.rules import CODES
 
 EACH = pytest.mark.parametrize("entry", all_entries(), ids=lambda entry: entry.code)

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from ddpilot.launching.interrupts import InterruptCatcher, RankInterrupt, saw_interrupt
+from ddpilot.launching.interrupts import Escalation, InterruptCatcher, RankInterrupt, saw_interrupt
 
 
 def test_interrupt_catcher_makes_an_interrupt_readable_and_restores_the_handler() -> None:
@@ -118,3 +118,31 @@ def test_interrupt_catcher_holds_a_scheduler_s_signal_until_it_leaves() -> None:
             assert (came, catcher.stop) == ([signal.SIGUSR1], None)
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_escalation_takes_the_steps_that_are_due_in_order() -> None:
+    """A step may add steps, which are taken too if they are due."""
+    steps, taken = Escalation(), list[str]()
+    steps.start((5.0, lambda _: taken.append("kill")), (1.0, lambda now: steps.add(now, lambda _: taken.append("now"))))
+    steps.add(2.0, lambda _: taken.append("terminate"))
+    assert steps.due_s == 1.0
+    steps.run_due(2.5)
+    assert taken == ["terminate", "now"]
+    steps.run_due(4.9)
+    assert steps.due_s == 5.0
+    steps.advance(1.0)
+    steps.run_due(4.0)
+    assert taken == ["terminate", "now", "kill"]
+    steps.run_due(9.0)
+    assert taken == ["terminate", "now", "kill"]
+
+
+def test_escalation_discards_a_step_wherever_it_is() -> None:
+    """Other steps keep their times."""
+    steps = Escalation()
+    taken: list[float] = []
+    steps.start((1.0, print), (2.0, taken.append), (3.0, print))
+    steps.discard(print)
+    assert steps.due_s == 2.0
+    steps.run_due(4.0)
+    assert taken == [4.0]

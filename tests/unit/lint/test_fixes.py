@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from ddpilot.lint.fixes import fix_text, render_diff
-from ddpilot.lint.linter import lint_text
+from ddpilot.lint.linter import LintOptions, lint_text
 from ddpilot.lint.notebook import read_notebook
-from ddpilot.lint.options import LintOptions
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted([*HERE.glob("fixtures/*/noise_*.*"), *HERE.glob("corpus/bad_*.*")])

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from ddpilot.cli.lint_command import FORMATS
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import make_finding
 from ddpilot.lint.flake8_plugin import Plugin
-from ddpilot.lint.formats import FORMATS
-from ddpilot.lint.linter import Diagnostic, find_files, lint_files, lint_text
-from ddpilot.lint.options import LintOptions, read_options
+from ddpilot.lint.linter import Diagnostic, LintOptions, find_files, lint_files, lint_text, read_options
 
 BOTH = """from torch.nn import DataParallel
 from torch.utils.data import DataLoader, DistributedSampler as S

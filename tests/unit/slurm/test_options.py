@@ -10,8 +10,7 @@ import pytest
 
 from ddpilot.cli.slurm_command import read_words, run_words
 from ddpilot.errors import SlurmError
-from ddpilot.slurm.defaults import options_with_defaults
-from ddpilot.slurm.options import JobOptions, make_options
+from ddpilot.slurm.options import JobOptions, make_options, options_with_defaults
 
 
 @pytest.mark.parametrize(

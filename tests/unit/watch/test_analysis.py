@@ -901,7 +901,7 @@ def test_a_first_message_between_two_ranks_waits_in_its_call() -> None:
     """To connect takes both of them; the call is made by recording's kernels, and the sender has come to its end."""
     zero, one = late_pair()
     one.wait("recv", 5, peer=0, tag=0, via="recv", **LATE)
-    in_call = CodeLine("/x/site-packages/ddpilot/record/collectives/kernels.py", 86, "kernel")
+    in_call = CodeLine("/x/site-packages/ddpilot/record/collectives/start_stop.py", 86, "kernel")
     assert analyze_late(returned(zero), alive(one, in_call, CodeLine(FILE, 5, "main", "dist.recv(x, 0)")))[0] == [
         ("DDP219", "error")
     ]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ddpilot.diagnose.ladder.failures import line_at
 from ddpilot.diagnose.ladder.result import Item, Rung
 from ddpilot.diagnose.ladder.sources import Sources
 from ddpilot.diagnose.updates.record import RankRecord, Saved
+from ddpilot.diagnose.verify.causes import line_at
 from ddpilot.diagnose.verify.differences import count_samples
 from ddpilot.diagnose.verify.target import Run
 from ddpilot.findings.catalog import find_entry

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ddpilot.diagnose.verify.target import Run
 from ddpilot.findings.catalog import find_known, make_finding
@@ -55,13 +53,6 @@ def find_line(traceback: str) -> CodeLine | None:
         return None
     found = frames[-1]
     return CodeLine(label_cell(found["file"]), int(found["line"]), found["function"], found["text"] or "")
-
-
-def line_at(site: Mapping[str, Any]) -> CodeLine | None:
-    """Return the line that a rank has recorded; None if it has not."""
-    if not site:
-        return None
-    return CodeLine(label_cell(site["file"]), site["line"], site.get("function", ""), site.get("text", ""))
 
 
 def label_place(finding: Finding) -> Finding:

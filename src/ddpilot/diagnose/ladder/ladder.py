@@ -28,7 +28,7 @@ from ddpilot.diagnose.ladder.rungs import (
 from ddpilot.diagnose.ladder.sources import read_sources
 from ddpilot.diagnose.updates.record import RecordSpec
 from ddpilot.diagnose.verify.runs import Runs
-from ddpilot.diagnose.verify.target import Program, Run, Runner, find_program, name_of
+from ddpilot.diagnose.verify.target import Program, Run, Runner, find_program
 from ddpilot.diagnose.verify.verify import compare
 from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.nvml import count_accelerators
@@ -79,11 +79,7 @@ def check_program(
     """
     num = nproc_per_node if nproc_per_node is not None else max(_NUM_ON_CPU, count_accelerators(os.environ))
     _check_counts(num, num_updates)
-    program = (
-        find_program(fn, tuple(map(str, args)))
-        if isinstance(fn, str)
-        else Program(name=name_of(fn), fn=fn, args=args, kwargs=kwargs)
-    )
+    program = find_program(fn, args, kwargs)
     with scratch_folder("ddpilot-doctor-") as folder:
         runner = _ReusingRunner(program, folder, timeout_s=timeout_s, show=show or (lambda _: None))
         machine = {"num_workers": num_workers, "checkpoint_dir": checkpoint_dir}

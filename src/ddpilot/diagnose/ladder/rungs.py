@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Sequence
 
 from ddpilot.diagnose.diagnosis import Line
-from ddpilot.diagnose.ladder.failures import explain_failure, line_at
+from ddpilot.diagnose.ladder.failures import explain_failure
 from ddpilot.diagnose.ladder.result import Rung
 from ddpilot.diagnose.updates.record import KINDS, Misplaced, RankRecord
-from ddpilot.diagnose.verify.causes import find_rank_fault, find_start_fault, line_of
+from ddpilot.diagnose.verify.causes import find_rank_fault, find_start_fault, line_at
 from ddpilot.diagnose.verify.differences import are_same_batches, are_same_inputs, count_samples
 from ddpilot.diagnose.verify.result import Verification
 from ddpilot.diagnose.verify.runs import Runs
@@ -149,7 +149,7 @@ def _find_same_data(run: Run) -> Finding | None:
         "DDP401",
         summary=f"{render_ranks(range(run.nproc_per_node))} train on the same batch",
         ranks=range(run.nproc_per_node),
-        line=line_of(run.ranks[0].updates[0]),
+        line=line_at(run.ranks[0].updates[0].site),
         evidence=(f"{what} on all ranks",),
         severity="error",
     )
@@ -203,7 +203,7 @@ def judge_communication(run: Run, lines: Sequence[Line]) -> Rung:
         "DDP504",
         summary=f"the exchange of gradients takes {share:.0%} of an update",
         ranks=range(run.nproc_per_node),
-        line=line_of(run.ranks[0].updates[0]),
+        line=line_at(run.ranks[0].updates[0].site),
         evidence=(f"{by_rank} on {render_ranks(range(run.nproc_per_node))}", *speeds),
         severity="warning",
     )

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.diagnose.verify.target import Program
-from ddpilot.lint.linter import Diagnostic, lint_text, read_text
+from ddpilot.lint.linter import Diagnostic, lint_text, read_options, read_text
 from ddpilot.lint.notebook import read_notebook
-from ddpilot.lint.options import read_options
 from ddpilot.lint.program import Program as ParsedProgram
 from ddpilot.user_files import CodeLine, is_users, label_cell
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ddpilot.diagnose.updates.record import Update
 from ddpilot.diagnose.verify.differences import (
     Difference,
     all_samples,
@@ -41,7 +41,7 @@ def find_start_fault(runs: Runs) -> Finding | None:
             "DDP325",
             summary=f"before the first update {render_ranks(ranks)} has other parameters than rank 0",
             ranks=ranks,
-            line=line_of(parallel.ranks[0].updates[0]),
+            line=line_at(parallel.ranks[0].updates[0].site),
             evidence=describe_differences([each for _, each in between], ("rank 0", "another rank")),
             severity="error",
         )
@@ -50,7 +50,7 @@ def find_start_fault(runs: Runs) -> Finding | None:
         return None
     return make_finding(
         "DDP821",
-        line=line_of(parallel.ranks[0].updates[0]),
+        line=line_at(parallel.ranks[0].updates[0].site),
         evidence=describe_differences(with_one, ("1 rank", f"{runs.nproc_per_node} ranks")),
     )
 
@@ -58,7 +58,7 @@ def find_start_fault(runs: Runs) -> Finding | None:
 def find_sample_fault(runs: Runs, update: int) -> Finding | None:
     """Return a finding if the ranks together do not have the samples of one rank in `update`."""
     one, all_ = all_samples(runs.single, update), all_samples(runs.parallel, update)
-    place = line_of(runs.parallel.ranks[0].updates[update])
+    place = line_at(runs.parallel.ranks[0].updates[update].site)
     if are_same_batches(runs.parallel, update):
         if not are_same_inputs(runs.parallel, update):
             return None
@@ -96,7 +96,7 @@ def _find_content_fault(runs: Runs, update: int) -> Finding | None:
     return make_finding(
         "DDP822",
         summary=f"{len(changed)} of {len(one)} samples have other content on {runs.nproc_per_node} ranks than on one",
-        line=line_of(runs.parallel.ranks[0].updates[update]),
+        line=line_at(runs.parallel.ranks[0].updates[update].site),
         evidence=(
             f"such as sample {changed[0][1]} of loader {changed[0][0]}, drawn or augmented at random",
             *_describe_states(runs, update),
@@ -122,7 +122,7 @@ def find_rank_fault(runs: Runs, update: int) -> Finding | None:
     """Return a finding if the ranks step with different gradients, or get different parameters from equal ones."""
     found = [(rank, each) for rank, each in compare_ranks(runs.parallel, update) if each.size > _BETWEEN_RANKS]
     gradients = [(rank, each) for rank, each in found if each.kind == "gradient"]
-    place = line_of(runs.parallel.ranks[0].updates[update])
+    place = line_at(runs.parallel.ranks[0].updates[update].site)
     if not gradients:
         after = [(rank, each) for rank, each in found if each.kind == "after"]
         if not after:
@@ -157,7 +157,7 @@ def find_rank_fault(runs: Runs, update: int) -> Finding | None:
 def find_number_fault(runs: Runs, update: int, differences: Sequence[Difference]) -> Finding:
     """Return the finding about equal ranks whose numbers are not those of one rank, from `update` on."""
     gradients = [each for each in differences if each.kind == "gradient"]
-    place = line_of(runs.parallel.ranks[0].updates[update])
+    place = line_at(runs.parallel.ranks[0].updates[update].site)
     evidence = describe_differences(gradients or differences, ("1 rank", f"{runs.nproc_per_node} ranks"))
     if not gradients or largest(gradients, "gradient") <= EXACT:
         return _find_step_fault(runs, update, place, evidence)
@@ -272,9 +272,8 @@ def _describe(each: Difference, sides: tuple[str, str]) -> str:
     return f"{what}: {sides[0]} and {sides[1]} differ by {each.size:.2g} of the largest element{factor}"
 
 
-def line_of(update: Update) -> CodeLine | None:
-    """Return the user's line that stepped."""
-    site = update.site
+def line_at(site: Mapping[str, Any]) -> CodeLine | None:
+    """Return the line that a rank has recorded; None if it has not."""
     if not site:
         return None
     return CodeLine(label_cell(site["file"]), site["line"], site.get("function", ""), site.get("text", ""))

@@ -15,7 +15,7 @@ from ddpilot.errors import DdpilotError, LaunchError, did_you_mean
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
 from ddpilot.launching.elastic.options import TargetKind
-from ddpilot.launching.elastic.script_call import ScriptCall
+from ddpilot.launching.elastic.rank_main import ScriptCall
 from ddpilot.launching.elastic.target import check_target
 from ddpilot.module_names import UPDATE_HOOK
 from ddpilot.repeated_runs import RepeatedLauncher
@@ -124,11 +124,15 @@ def name_of(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "__qualname__", repr(fn)))
 
 
-def find_program(words: str, args: tuple[str, ...]) -> Program:
-    """Return the program that `words` names: a script, or ``script.py:function``, which is imported in the ranks.
+def find_program(fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+    """Return the program of a function, or the one that a text names: a script, or ``script.py:function``.
 
-    `args`: words for the script's command line; a function takes none. Raises LaunchError if it cannot be found.
+    `args`: words for the script's command line; a function that is named takes none. Raises LaunchError if it cannot be
+    found.
     """
+    if not isinstance(fn, str):
+        return Program(name=name_of(fn), fn=fn, args=args, kwargs=kwargs)
+    words, args = fn, tuple(map(str, args))
     path, colon, name = words.rpartition(":")
     if not colon or not name.isidentifier():
         check_target("script", words)

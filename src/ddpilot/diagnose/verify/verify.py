@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify`: run a program on one rank and on several, and say whether and why their numbers differ."""
+"""`verify`: run a program on one rank and on several, and say whether and why their numbers or results differ."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -15,13 +17,12 @@ from ddpilot.diagnose.verify.causes import (
     find_rank_fault,
     find_sample_fault,
     find_start_fault,
-    line_of,
+    line_at,
 )
 from ddpilot.diagnose.verify.differences import compare_runs, count_samples, largest, same_states
 from ddpilot.diagnose.verify.result import UpdateRow, Verdict, Verification
-from ddpilot.diagnose.verify.results import find_result_fault
 from ddpilot.diagnose.verify.runs import EXACT, Runs, largest_of
-from ddpilot.diagnose.verify.target import Program, Run, Runner, find_program, name_of
+from ddpilot.diagnose.verify.target import Run, Runner, find_program
 from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.nvml import count_accelerators
 from ddpilot.environments.private_files import scratch_folder
@@ -30,6 +31,124 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.order import CAUSES, sort_findings
 from ddpilot.user_files import CodeLine
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?")
+_MEASURED = re.compile(
+    r"(?i)(time|seconds?|elapsed|eta|speed|throughput|memory|per.sec|took|duration)\w*[^\w,;|]{0,6}$"
+)
+"""Names of numbers that depend on the machine, in front of a number, or at the end of its name."""
+_UNIT = re.compile(r"\s?(s|ms|us|sec|secs|seconds?|min|it/s|/s|[kMG]i?B)\b")
+_GROWTH = 100.0
+"""How much larger than the effect of rounding on a parameter its effect on a metric may be."""
+_LEAST = 1e-4
+_MAX_NAMED = 5
+
+
+def find_result_fault(runs: Runs) -> Finding | None:
+    """Return a finding if a returned or printed number depends on the number of ranks, and the training does not."""
+    if runs.single.values and runs.parallel.values:
+        return _find_returned(runs)
+    one, all_, again = (run.output for run in (runs.single, runs.parallel, runs.repeated))
+    changed = list(compare_lines(one, all_, again, _LEAST, own_losses(runs.parallel, 0)))
+    changed = changed and list(compare_lines(one, all_, again, _limit(runs), own_losses(runs.parallel, 0)))
+    if not changed:
+        return None
+    return make_finding(
+        "DDP825",
+        summary=f"rank 0 prints other numbers on {runs.nproc_per_node} ranks than on one",
+        evidence=[f"1 rank: {one}; rank 0 of {runs.nproc_per_node}: {other}" for one, other in changed[:_MAX_NAMED]],
+    )
+
+
+def _limit(runs: Runs) -> float:
+    """Return the relative difference that rounding explains; measured by another run."""
+    return max(_LEAST, _GROWTH * runs.noise)
+
+
+def _find_returned(runs: Runs) -> Finding | None:
+    expected = dict(_numbers_in(runs.single.values[0]))
+    again = dict(_numbers_in(runs.repeated.values[0])) if runs.repeated.values else {}
+    changed = []
+    for rank, value in enumerate(runs.parallel.values):
+        losses = own_losses(runs.parallel, rank)
+        for name, number in _numbers_in(value):
+            if name not in expected or _is_close(expected[name], number, _LEAST) or _MEASURED.search(name):
+                continue
+            is_own = any(_is_close(number, loss, _LEAST) for loss in losses)
+            if is_own or not _is_close(expected[name], again.get(name, expected[name]), _LEAST):
+                continue
+            if not _is_close(expected[name], number, _limit(runs)):
+                changed.append(
+                    (rank, f"{name or 'the value'}: {expected[name]:.6g} on 1 rank, {number:.6g} on rank {rank}")
+                )
+    if not changed:
+        return None
+    return make_finding(
+        "DDP825",
+        summary=f"the function returns other numbers on {runs.nproc_per_node} ranks than on one",
+        ranks=sorted({rank for rank, _ in changed}),
+        evidence=[text for _, text in changed[:_MAX_NAMED]],
+    )
+
+
+def _numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the floating point numbers in nested containers with a name such as ``history[0].loss``."""
+    if isinstance(value, float):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _numbers_in(each, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _numbers_in(each, f"{name}[{number}]")
+
+
+def _is_close(one: float, other: float, limit: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    return abs(one - other) <= max(limit * max(abs(one), abs(other)), EXACT)
+
+
+def own_losses(run: Run, rank: int) -> list[float]:
+    """Return the losses that `rank` has computed in training, and their means since the start."""
+    losses = [loss for update in run.ranks[rank].updates for loss in update.losses]
+    return [*losses, *(sum(losses[:num]) / num for num in range(2, len(losses) + 1))]
+
+
+def compare_lines(
+    one: tuple[str, ...], other: tuple[str, ...], again: tuple[str, ...], limit: float, losses: list[float]
+) -> Iterator[tuple[str, str]]:
+    """Yield pairs of lines that are alike but for numbers with a decimal point, of which one differs.
+
+    `again`: the lines of `one` in a second run; what differs in them, such as a time, is not compared. Nor are numbers
+    of `other` that are in `losses`, and those that are named as a time, a speed or a size of memory.
+    """
+    for number, (left, right) in enumerate(zip(one, other, strict=False)):
+        if not _are_alike(left, right):
+            continue
+        same = again[number] if number < len(again) and _are_alike(left, again[number]) else left
+        for first, second, third in zip(*map(_NUMBER.finditer, (left, right, same)), strict=True):
+            is_measured = _MEASURED.search(left[max(0, first.start() - 30) : first.start()]) or _UNIT.match(
+                left, first.end()
+            )
+            is_own = any(_are_printed_alike(second[0], loss, _LEAST) for loss in losses)
+            if is_measured or is_own or not _are_printed_alike(first[0], float(third[0]), _LEAST):
+                continue
+            if not _are_printed_alike(first[0], float(second[0]), limit):
+                yield left.strip(), right.strip()
+                break
+
+
+def _are_alike(left: str, right: str) -> bool:
+    return _NUMBER.sub("#", left) == _NUMBER.sub("#", right)
+
+
+def _are_printed_alike(text: str, other: float, limit: float) -> bool:
+    """True if `other` is the number `text`, up to two units of its last place."""
+    digits, _, exponent = text.lower().partition("e")
+    last_place = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
+    return _is_close(float(text), other, limit) or abs(float(text) - other) <= 2 * last_place
+
 
 _NUM_ON_CPU = 2
 _DIFFERENT = {"DDP407"}
@@ -67,11 +186,7 @@ def verify(
     """
     num = nproc_per_node if nproc_per_node is not None else max(_NUM_ON_CPU, count_accelerators(os.environ))
     _check(num, num_updates)
-    program = (
-        find_program(fn, tuple(map(str, args)))
-        if isinstance(fn, str)
-        else Program(name=name_of(fn), fn=fn, args=args, kwargs=kwargs)
-    )
+    program = find_program(fn, args, kwargs)
     with scratch_folder("ddpilot-verify-") as folder:
         runner = Runner(program, folder, timeout_s=timeout_s)
         runs = Runs(runner, num, num_updates, show or (lambda _: None))
@@ -138,7 +253,7 @@ def _judge(runs: Runs) -> _Judgement:
         if (failed := _judge_failure(run)) is not None:
             return failed
     repeated = compare_runs(runs.single, runs.repeated)
-    place = line_of(runs.single.ranks[0].updates[0])
+    place = line_at(runs.single.ranks[0].updates[0].site)
     if largest_of(repeated) > EXACT or any(largest(each, "before") > EXACT for each in repeated):
         summary = "two runs on one rank give different numbers, so that none can be compared"
         return _Judgement("unknown", summary, make_finding("DDP820", line=place))
@@ -247,7 +362,7 @@ def _make_rows(runs: Runs) -> list[UpdateRow]:
             for each in (runs.single, runs.parallel)
         )
         counted = count_samples(runs.parallel, update)
-        place = line_of(one[0])
+        place = line_at(one[0].site)
         rows.append(
             UpdateRow(
                 update=update + 1,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.collectives import NotAwaited, NotMember, OnGraph
+from ddpilot.guard.rules.collectives import AllRanksSave, NotAwaited, NotMember, OnGraph
 from ddpilot.guard.rules.data.evaluation import MeanOfMeans, PaddedEvaluation
 from ddpilot.guard.rules.data.random_draws import SameRandomStreams
 from ddpilot.guard.rules.data.set_epoch import SetEpochForgotten
@@ -25,7 +25,6 @@ from ddpilot.guard.rules.numerics import NotFinite, SmallBatchNorm
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.parameters.reduction_order import ReductionOrder
 from ddpilot.guard.rules.rule import Rule, RuleContext, no_log
-from ddpilot.guard.rules.saving import AllRanksSave
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
 

@@ -13,9 +13,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from ddpilot.environments.interpreter import forget, when_imported
 from ddpilot.errors import LaunchError
 from ddpilot.integrations.lightning.namespaces import NAMESPACES, Namespace
-from ddpilot.launching.on_import import forget, when_imported
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},

@@ -24,12 +24,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.elastic.node_ranks import FAILED_GRACE_S, NodeRank, NodeRanks
-from ddpilot.launching.elastic.options import RunOptions
+from ddpilot.launching.elastic.options import OutputClosedError, RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread, Pipe
 from ddpilot.launching.elastic.rank_main import HOOKS_VARIABLE
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
-from ddpilot.launching.elastic.signals import OutputClosedError
 from ddpilot.launching.first_failure import build_error, choose_failure, find_child_errors, find_raised_line
 from ddpilot.launching.observer import LaunchObserver, MakeObserver
 

@@ -9,6 +9,7 @@ own lines, and it exits as it would without this program.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import json
 import os
@@ -16,12 +17,16 @@ import pkgutil
 import runpy
 import signal
 import sys
+import threading
 import time
 import types
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
+from typing import NoReturn
 
+from ddpilot.launching.elastic.options import TargetKind
 from ddpilot.launching.exception_report import (
     exitcode_of,
     prune_guard,
@@ -68,7 +73,7 @@ def _die_with(agent_pid: int) -> None:
 
 def _wait_for_torch(hooks: str) -> None:
     """Call `hooks` once torch has been imported, not earlier: a script may set variables that torch reads on import."""
-    from ddpilot.launching.on_import import when_imported
+    from ddpilot.environments.interpreter import when_imported
 
     def call_hooks(_torch: types.ModuleType) -> None:
         from ddpilot.group.teardown import let_works_end
@@ -169,3 +174,54 @@ def _write_report(path: str, raised: Raised) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+class ScriptCall:
+    """Runs a script or module as the ``__main__`` of a rank, as in a fresh interpreter except that torch is imported.
+
+    `stdout`: file that receives what rank 0 writes to stdout, if that is not "".
+    """
+
+    def __init__(self, name: str, kind: TargetKind, target: str, args: tuple[str, ...], *, stdout: str = "") -> None:
+        self.__qualname__ = name
+        self._main = (kind, target, args)
+        self._stdout = stdout
+
+    def __call__(self) -> None:
+        """Run the script; in a rank."""
+        import sys
+
+        import torch
+
+        if self._stdout and os.environ["RANK"] == "0":
+            descriptor = os.open(self._stdout, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(descriptor, 1)
+            os.close(descriptor)
+        # Ranks of a launch seed all devices at random; a fresh interpreter has a fixed seed on accelerators.
+        own_seed = torch.initial_seed()
+        torch.manual_seed(torch.Generator().initial_seed())
+        torch.default_generator.manual_seed(own_seed)
+        sys.path.insert(0, "")
+        kind, target, args = self._main
+        with _hard_exits_raise():
+            run_as_main(kind, target, list(args))
+
+
+@contextlib.contextmanager
+def _hard_exits_raise() -> Iterator[None]:
+    """Context manager in which `os._exit` raises SystemExit in the main thread of this process.
+
+    Some scripts end with it. A rank of a launch that ends this way has failed, since it reports nothing.
+    """
+    pid, original = os.getpid(), os._exit
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() == pid and threading.current_thread() is threading.main_thread():
+            raise SystemExit(status)
+        original(status)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = original

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 
 from ddpilot.environments.interpreter import collector_paused
 from ddpilot.environments.private_files import scratch_folder
-from ddpilot.launching.elastic.options import RunOptions
+from ddpilot.launching.elastic.options import RunOptions, RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.output_thread import OutputThread
-from ddpilot.launching.elastic.prepare import CPP_LEVEL_VARIABLE, PreparedRun, prepare_run
-from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal, signals_raise
+from ddpilot.launching.elastic.target import CPP_LEVEL_VARIABLE, PreparedRun, prepare_run
 from ddpilot.launching.observer import MakeObserver
 from ddpilot.launching.system_limits import limits_explained
 

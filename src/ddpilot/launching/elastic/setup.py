@@ -27,12 +27,11 @@ from ddpilot.errors import LaunchError, RankError, RendezvousError
 from ddpilot.group.address import Result, WaitNotices, call_in_thread
 from ddpilot.launching.elastic import rank_main
 from ddpilot.launching.elastic.agent import Agent, PipedLogs
-from ddpilot.launching.elastic.options import RunOptions
+from ddpilot.launching.elastic.options import RunOptions, RunStoppedError, StopSignal
 from ddpilot.launching.elastic.output_thread import OutputThread
-from ddpilot.launching.elastic.prepare import PreparedRun
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
-from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
+from ddpilot.launching.elastic.target import PreparedRun
 from ddpilot.launching.observer import MakeObserver
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 

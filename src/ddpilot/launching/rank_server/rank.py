@@ -31,7 +31,7 @@ from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.module_names import SPAWNED_MAIN
-from ddpilot.output.cell_sources import install_sources
+from ddpilot.user_files import install_sources
 
 PARCEL_VARIABLE = "DDPILOT_PARCEL"
 

@@ -12,14 +12,13 @@ from ddpilot.lint.rules import (
     libraries,
     metrics,
     models,
-    precision,
     processes,
     seeds,
     trainers,
 )
 
 _MODULES = (
-    checkpoints, collectives, data, launch, libraries, metrics, models, precision, processes, seeds, trainers
+    checkpoints, collectives, data, launch, libraries, metrics, models, processes, seeds, trainers
 )  # fmt: skip
 RULES: tuple[Rule, ...] = tuple(
     sorted((r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule)), key=lambda r: r.code)

@@ -10,11 +10,10 @@ import numpy
 
 from ddpilot.errors import RecordError
 from ddpilot.profiler.phases import SHARES, Phases
-from ddpilot.profiler.pictures.charts import format_ms
+from ddpilot.profiler.pictures.charts import LATE, LINES, UNKNOWN, WHITE_TEXT, color_of, format_ms
 from ddpilot.profiler.pictures.profile_page import shown_shares
 from ddpilot.profiler.pictures.recorded import full_lateness
 from ddpilot.profiler.pictures.scaling_page import COLORS, KEPT, Row, ideal_of, spread_of
-from ddpilot.profiler.pictures.style import LATE, LINES, UNKNOWN, WHITE_TEXT, color_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

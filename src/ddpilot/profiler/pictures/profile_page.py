@@ -11,8 +11,15 @@ import numpy
 
 from ddpilot.profiler.phases import SHARES, Phases
 from ddpilot.profiler.pictures.charts import (
+    LATE,
+    LINES,
+    OVERLAPPED,
+    PAGE,
+    STYLE,
+    WHITE_TEXT,
     Series,
     axis,
+    color_of,
     figure,
     format_ms,
     format_number,
@@ -27,7 +34,6 @@ from ddpilot.profiler.pictures.charts import (
     value_axis,
 )
 from ddpilot.profiler.pictures.recorded import MemoryCourse, Span, Timeline, full_lateness
-from ddpilot.profiler.pictures.style import LATE, LINES, OVERLAPPED, PAGE, STYLE, WHITE_TEXT, color_of
 
 _MAX_CELLS, _MAX_COLUMNS, _LEAST_COLUMNS = 9600, 300, 40
 _MAX_HIGH = 16

@@ -8,7 +8,11 @@ from html import escape
 from typing import Protocol
 
 from ddpilot.profiler.pictures.charts import (
+    LINES,
+    STYLE,
+    UNKNOWN,
     Series,
+    color_of,
     figure,
     format_number,
     legend,
@@ -17,7 +21,6 @@ from ddpilot.profiler.pictures.charts import (
     stacked_bar,
     table,
 )
-from ddpilot.profiler.pictures.style import LINES, STYLE, UNKNOWN, color_of
 
 KEPT = "as on the fewest ranks"
 COLORS = {

@@ -26,19 +26,17 @@ from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.data.batches import LocalBatch, observers
 from ddpilot.data.workers import PieceReader
+from ddpilot.environments.interpreter import forget, when_imported
 from ddpilot.guard.hook import install
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.steps import is_nested_step
 from ddpilot.guard.probes.tensors import tensors_in
-from ddpilot.launching.on_import import forget, when_imported
 from ddpilot.launching.rank_environment import count_cores
-from ddpilot.profiler.rank.buckets import Buckets, BucketTimes
-from ddpilot.profiler.rank.ddp_models import DdpModels
+from ddpilot.profiler.rank.buckets import Buckets, BucketTimes, DdpModels
 from ddpilot.profiler.rank.device_clock import DeviceClock
 from ddpilot.profiler.rank.host_reads import HostReads
-from ddpilot.profiler.rank.modules import OutermostModules
+from ddpilot.profiler.rank.modules import GradientEnds, OutermostModules
 from ddpilot.profiler.rank.node_clocks import ClockMeasurement, name_clock
-from ddpilot.profiler.rank.reductions import GradientEnds
 from ddpilot.profiler.rank.resources import CoreWaits, MemorySamples
 from ddpilot.profiler.rank.tracing import COLLECTIVES, TraceWindow
 from ddpilot.profiler.spans_file import (

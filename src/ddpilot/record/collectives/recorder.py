@@ -27,7 +27,7 @@ from ddpilot.record.collectives.operations import (
 )
 from ddpilot.record.collectives.unfinished_works import RecordTemplate, Ticket, UnfinishedWorks
 from ddpilot.record.flight_ring import layout
-from ddpilot.record.flight_ring.groups import GroupEntry, GroupTable
+from ddpilot.record.flight_ring.log import GroupEntry, GroupTable
 from ddpilot.record.flight_ring.writer import ForkGuard, RingWriter
 from ddpilot.record.main_thread import InitFinder, PendingInit
 

@@ -14,8 +14,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 from ddpilot.environments.private_files import open_own_file
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring import layout
-from ddpilot.record.flight_ring.groups import unpack_ranks
-from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
+from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor, unpack_ranks
 from ddpilot.user_files import CodeLine
 
 _FROM_ABOUT = ("rank", "pid", "host", "torch", "started_ns", "started_unix_ns")

@@ -13,8 +13,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.launching.first_failure import RankEnd, build_error, choose_failure
 from ddpilot.launching.rank_server.job import STORE
 from ddpilot.launching.spawning import Ended, Wrote
-from ddpilot.session.execution.collective_counts import CountMismatch
-from ddpilot.session.execution.outcome import Outcome, Part
+from ddpilot.session.execution.outcome import CountMismatch, Outcome, Part
 from ddpilot.session.execution.stop_steps import StopSteps
 from ddpilot.session.kernels.cell_watch import CellObserver
 from ddpilot.session.kernels.event_router import Event, KernelMessage, Turn

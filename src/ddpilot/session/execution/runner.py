@@ -15,9 +15,8 @@ from ddpilot.errors import LaunchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.reader import count_begun
 from ddpilot.record.hook import ring_path
-from ddpilot.session.execution.collective_counts import CountMismatch
 from ddpilot.session.execution.execution import Execution
-from ddpilot.session.execution.outcome import Outcome
+from ddpilot.session.execution.outcome import CountMismatch, Outcome
 from ddpilot.session.execution.recovery import Recovery
 from ddpilot.session.kernels.cell_watch import CellObserver, FindingsObserver, SubsetObserver
 from ddpilot.session.kernels.event_router import KernelMessage

@@ -9,11 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.escalation import Escalation
+from ddpilot.launching.interrupts import Escalation
 from ddpilot.record.flight_ring.reader import count_begun
 from ddpilot.record.hook import ring_path
-from ddpilot.session.execution.collective_counts import find_count_mismatches, has_unfinished, is_in_group_code
-from ddpilot.session.execution.outcome import Outcome
+from ddpilot.session.execution.outcome import Outcome, find_count_mismatches, has_unfinished, is_in_group_code
 from ddpilot.session.kernels.manager import RankKernels
 from ddpilot.session.protocol.messages import FREE, Free, Report
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Host`: starts the ranks of one node for a parent on a different machine, and ends with the connection to it."""
+"""`Host`: starts the ranks of one node for a parent on a different machine, and sends what changes in their files."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import mmap
 import os
 import platform
 import shutil
@@ -10,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,21 +21,154 @@ from typing import Any
 
 from ddpilot.environments.nvml import count_accelerators
 from ddpilot.environments.private_files import make_socket_folder
+from ddpilot.environments.variables import is_loopback
 from ddpilot.errors import LaunchError
-from ddpilot.launching.rank_environment import count_cores
+from ddpilot.launching.elastic.rendezvous.network import Endpoint, interface_towards, up_interfaces
+from ddpilot.launching.rank_environment import count_cores, default_variables
 from ddpilot.launching.rank_server.client import stop_servers
 from ddpilot.launching.rank_server.job import Started
 from ddpilot.launching.shipping.memory_file import MemoryWriter
 from ddpilot.launching.spawning import Ended, ForkedRanks, Reported, SpawnerEvent
-from ddpilot.record.hook import RING_DIR_VARIABLE
-from ddpilot.session.host import network
-from ddpilot.session.host.files import FileWatch
-from ddpilot.session.host.loop import HostLoop
-from ddpilot.session.host.relay import KernelRelay
+from ddpilot.record.flight_ring import layout
+from ddpilot.record.hook import RING_DIR_VARIABLE, journal_path, ring_path
+from ddpilot.session.host.relay import HostLoop, KernelRelay
 from ddpilot.session.nodes import messages
 from ddpilot.session.nodes.link import Link
+from ddpilot.session.nodes.messages import FileBlocks
 from ddpilot.session.status import collect_usage
 from ddpilot.watch.snapshot.files import take_stacks
+
+_PIECE_BYTES = 1 << 16
+_BLOCK_BYTES = 4096
+_CLOCK_WORDS = slice(layout.HEARTBEAT_NS * 8, layout.HEARTBEAT_NS * 8 + 8)
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 1.0
+"""Seconds between two comparisons of a file whose header does not change, first and longest: ends of collectives are
+recorded late. Comparing is the larger part of what a host costs while its ranks are idle."""
+
+
+class WatchedFile:
+    """A file of a rank, mapped, and what the parent has of it. Raises OSError or ValueError if there is none yet.
+
+    Ranks write a file under a different name before they rename it, so its size does not change. While it is mapped,
+    the number of its inode is not used again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb", buffering=0) as file:
+            self.inode = os.fstat(file.fileno()).st_ino
+            self._current = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.size = len(self._current)
+        ends = (*range(_BLOCK_BYTES, self.size, _PIECE_BYTES), self.size)
+        self._copy = [bytearray(end - start) for start, end in itertools.pairwise((0, *ends))]
+        """The parent's copy, in pieces, of which the first is the one that changes with each heartbeat."""
+        self._header = b""
+        self._is_settled = False
+        """True if the file was compared at the end of a cell and its header has not changed since."""
+        self._compared_s = 0.0
+        self._wait_s = _FIRST_WAIT_S
+
+    def is_due(self, now: float, *, is_end: bool) -> bool:
+        """Return True if the file has to be compared now. `is_end`: at the end of a cell, or of the rank."""
+        header = bytearray(self._current[: layout.ABOUT_AT])
+        header[_CLOCK_WORDS] = bytes(8)
+        if header != self._header:
+            self._header, self._is_settled, self._wait_s = bytes(header), is_end, _FIRST_WAIT_S
+        elif is_end and not self._is_settled:
+            self._is_settled = True
+        elif now >= self._compared_s + self._wait_s:
+            self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
+        else:
+            return False
+        self._compared_s = now
+        return True
+
+    def take_changes(self) -> dict[int, bytes]:
+        """Return the blocks that differ from the parent's copy, by offset, and update the copy."""
+        blocks: dict[int, bytes] = {}
+        at = 0
+        with memoryview(self._current) as current:
+            for piece in self._copy:
+                if piece != current[at : at + len(piece)]:
+                    data = bytes(current[at : at + len(piece)])  # the rank may be writing
+                    for start in range(0, len(data), _BLOCK_BYTES):
+                        block = data[start : start + _BLOCK_BYTES]
+                        if block != piece[start : start + _BLOCK_BYTES]:
+                            blocks[at + start] = block
+                    piece[:] = data
+                at += len(piece)
+        return blocks
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._current.close()
+
+
+class FileWatch:
+    """Passes changed blocks of the files of ranks in `folder` to `send`, so that the parent has a copy of each file."""
+
+    def __init__(self, folder: Path, send: Callable[[FileBlocks], None]) -> None:
+        self._folder = folder
+        self._send = send
+        self._files: dict[Path, WatchedFile] = {}
+
+    def look(self, ranks: Iterable[int], *, is_end: bool = False) -> None:
+        """Send what has changed in the files of `ranks`. `is_end`: the end of a cell or a rank is reported next."""
+        for rank in ranks:
+            for path in (ring_path(self._folder, rank), journal_path(self._folder, rank)):
+                with contextlib.suppress(OSError, ValueError):  # not created yet, or being created
+                    self._look_at(path, is_end)
+
+    def _look_at(self, path: Path, is_end: bool) -> None:
+        file = self._files.get(path)
+        is_new = file is None or file.inode != os.stat(path).st_ino
+        if file is None or is_new:
+            previous, file = file, WatchedFile(path)
+            self._files[path] = file
+            if previous is not None:
+                previous.close()
+        if file.is_due(time.monotonic(), is_end=is_end):
+            blocks = file.take_changes()
+            if blocks or is_new:
+                self._send(FileBlocks(path.name, file.size, blocks, is_new))
+
+
+_ANYWHERE = ("203.0.113.1", 9)
+"""An address that is reserved for documentation: reached by the default route, if there is one."""
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def find_master_address(reached_at: str) -> str:
+    """Return this node's address on the default route; without one, the address at which the parent reached it."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_ANYWHERE)  # a datagram socket: no packet is sent
+        address = str(probe.getsockname()[0])
+        if not is_loopback(address):
+            return address
+    return reached_at or "127.0.0.1"
+
+
+def ssh_address() -> str:
+    """Return the address at which ssh reached this node; "" if this process was not started by ssh."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else ""
+
+
+def open_store(address: str) -> tuple[socket.socket, int]:
+    """Return a socket that listens for the store on `address`, and its port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=2048)
+    return listener, int(listener.getsockname()[1])
+
+
+def interface_variables(address: str, port: int) -> dict[str, str]:
+    """Return the variables with the interface that routes to the store; empty if it is unknown."""
+    if is_loopback(address):
+        defaults = default_variables()
+        return {name: defaults[name] for name in _INTERFACES}
+    interface = interface_towards(Endpoint(addr=address, port=port), up_interfaces())
+    return {} if interface is None else dict.fromkeys(_INTERFACES, interface)
+
 
 _LOOK_S = 0.1
 _FULL_BYTES = 64 << 20
@@ -56,8 +192,8 @@ class Host:
         self._loop.watch(link.fileno(), self._on_link, always=True)
         address, port = "", 0
         if node_rank == 0:
-            address = network.find_master_address(reached_at) if num_nodes > 1 else "127.0.0.1"
-            self._store, port = network.open_store(address)
+            address = find_master_address(reached_at) if num_nodes > 1 else "127.0.0.1"
+            self._store, port = open_store(address)
         link.send(
             messages.HostHello(
                 node=os.environ.get("SLURMD_NODENAME") or platform.node(),
@@ -167,7 +303,7 @@ class Host:
 
     def _environ(self, request: messages.Prepare) -> Mapping[str, str]:
         placement = request.placement
-        interfaces = network.interface_variables(placement.master_addr, request.master_port)
+        interfaces = interface_variables(placement.master_addr, request.master_port)
         return {**request.defaults, **interfaces, **os.environ, **request.variables}
 
     def _start(self, request: messages.StartKernel, ranks: ForkedRanks) -> None:

@@ -9,8 +9,7 @@ import signal
 import sys
 from typing import Any
 
-from ddpilot.session.host.host import Host
-from ddpilot.session.host.network import ssh_address
+from ddpilot.session.host.host import Host, ssh_address
 from ddpilot.session.nodes.link import Link, PipeStream, Stream
 from ddpilot.session.nodes.messages import MAGIC
 from ddpilot.session.nodes.tls import CANNOT_CONNECT, connect

@@ -11,11 +11,11 @@ import queue
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from jupyter_client.session import new_id_bytes
@@ -37,18 +37,73 @@ from ddpilot.session.kernels.cell_watch import WatchedRank
 from ddpilot.session.kernels.event_router import Event, EventRouter, Interrupted, InterruptListener, KernelMessage, Turn
 from ddpilot.session.kernels.io_thread import IOThread, RelayedChannels
 from ddpilot.session.kernels.output import IdleOutput, NativeOutput
-from ddpilot.session.kernels.parcels import LocalParcels, ParcelCalls, RelayedParcels
 from ddpilot.session.kernels.processes import KernelProcesses
 from ddpilot.session.kernels.sockets import Connection
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
 from ddpilot.session.nodes.cluster import make_cluster
 from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer
+from ddpilot.session.nodes.node_ranks import NodeRanks
 from ddpilot.session.options import SessionOptions
-from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.protocol.messages import REQUEST, Request, Scope, request_content
+from ddpilot.session.protocol.messages import REQUEST, KernelStart, Request, Scope, request_content
+from ddpilot.session.protocol.parcels import ParcelCall
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.snapshot.files import take_stacks
+
+
+class ParcelCalls(Protocol):
+    """The parcels of one request, which were sent."""
+
+    def answer(self, rank: int) -> memoryview | None:
+        """Return the parcel with which `rank` has replied, as `ParcelCall.answer`."""
+
+    def close(self) -> None:
+        """Expect no more replies."""
+
+
+class LocalParcels:
+    """Sends the parcel over the Unix socket of each rank; `paths` has the sockets by rank."""
+
+    def __init__(self, paths: Mapping[int, Path], token: str, parcel: int | None) -> None:
+        self._calls: dict[int, ParcelCall] = {}
+        try:
+            for rank, path in paths.items():
+                self._calls[rank] = ParcelCall(path, token, parcel)
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, rank: int) -> memoryview | None:
+        """Return the parcel with which `rank` has replied."""
+        return self._calls[rank].answer()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for call in self._calls.values():
+            call.close()
+
+
+class RelayedParcels:
+    """The replies that the hosts of `nodes` pass on: each arrives before the rank's report."""
+
+    def __init__(self, nodes: NodeRanks, token: str) -> None:
+        self._nodes = nodes
+        self._token = token
+        self._answers: dict[int, bytes] = {}
+
+    def put(self, answer: ParcelAnswer) -> None:
+        """Take a reply, in the I/O thread."""
+        self._answers[answer.rank] = answer.data
+
+    def answer(self, rank: int) -> memoryview | None:
+        """Return the parcel with which `rank` has replied."""
+        data = self._answers.pop(rank, None)
+        return None if data is None else memoryview(bytearray(data))
+
+    def close(self) -> None:
+        """Tell the hosts that no more replies are expected."""
+        self._nodes.close_parcel(self._token)
+
 
 _END_LIMIT_S = 30.0
 _TURN_END_S = 5.0

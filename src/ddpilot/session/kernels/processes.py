@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.options import LaunchOptions
-from ddpilot.launching.rank_environment import default_variables
+from ddpilot.launching.rank_environment import default_variables, resolve_nproc
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.launching.rank_server.client import ensure_server
 from ddpilot.launching.shipping.unpicklable import ship
@@ -33,7 +32,7 @@ from ddpilot.output.writer import LabelledWriter
 from ddpilot.session.arguments import refuse_in_a_rank
 from ddpilot.session.kernels.io_thread import IOThread
 from ddpilot.session.nodes.node_ranks import Cluster, NodeLoss, NodeRanks
-from ddpilot.session.protocol.entry_points import KernelStart, serve
+from ddpilot.session.protocol.messages import KernelStart, serve
 from ddpilot.watch.snapshot.model import PythonStack
 
 # Not matplotlib: its import reads the backend from the environment and ties figures to a shell.

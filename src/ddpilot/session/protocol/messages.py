@@ -1,17 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the parent and a rank, sent as JSON: requests, the metadata of a cell, and the `Report` in a reply.
 
-Requests are Jupyter messages of additional types.
+Requests are Jupyter messages of additional types. `KernelStart` has the arguments of a kernel. The parent imports this
+module before it checks what is installed: it imports neither torch nor IPython nor zmq.
 """
 
 from __future__ import annotations
 
+import importlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ddpilot.launching.rank_reports import Raised
+from ddpilot.module_names import SESSION_MAIN
+from ddpilot.user_files import install_sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelStart:
+    """Arguments of the kernels, the same for all ranks of a session; file names are derived from the rank."""
+
+    folder: Path
+    """The session's private folder."""
+
+    incarnations: tuple[int, ...]
+    """By rank: number of times that it was started before."""
+
+    apps: tuple[str, ...] = ()
+    seed: int | None = None
+    keep_cache: bool = False
+    verbose: bool = False
+
+    def connection_file(self, rank: int) -> Path:
+        """Return the path of the kernel's connection file, which the parent has written."""
+        return self.folder / f"{self.stem(rank)}.json"
+
+    def parcel_socket(self, rank: int) -> Path:
+        """Return the path of the socket on which the rank accepts parcels."""
+        return self.folder / f"{self.stem(rank)}.parcels"
+
+    def stem(self, rank: int) -> str:
+        """Return the common prefix of the rank's file names, which differs after each restart."""
+        return f"r{rank}.{self.incarnations[rank]}"
+
+
+def serve(start: KernelStart) -> None:
+    """Run a kernel until the session ends."""
+    importlib.import_module(SESSION_MAIN).serve_kernel(start)
+
+
+def call_with_sources(sources: dict[str, list[str]], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Install `sources` for `linecache` on this rank and return `fn(*args, **kwargs)`."""
+    install_sources(sources)
+    return fn(*args, **kwargs)
+
 
 REQUEST = "ddpilot_request"
 """Message type of a `Request`, on the shell channel."""

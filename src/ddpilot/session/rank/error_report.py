@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.exception_report import report_exception
-from ddpilot.record.flight_ring.groups import count_by_group
+from ddpilot.record.flight_ring.log import count_by_group
 from ddpilot.session.protocol.messages import Report
 
 CELL = "Cell In["

@@ -25,8 +25,7 @@ from tornado import ioloop
 from traitlets.config import Config
 
 from ddpilot.module_names import SESSION_STREAM
-from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.protocol.messages import writable
+from ddpilot.session.protocol.messages import KernelStart, writable
 from ddpilot.session.rank.cleanup import end_workers_soon
 from ddpilot.session.rank.error_report import CELL
 from ddpilot.session.rank.interrupts import InterruptHandler

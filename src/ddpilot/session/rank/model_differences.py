@@ -85,7 +85,7 @@ def _find_models(namespace: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
     variables = {name: value for name, value in namespace.items() if name[0] != "_"}
     inside = {path: part for name, value in variables.items() for path, part in _parts(name, value)}
     for path, value in (*variables.items(), *inside.items()):
-        if _is_model(value) and id(value) not in seen:
+        if DistributedDataParallel in type(value).__mro__ and id(value) not in seen:
             seen.add(id(value))
             found[path] = value.module
     others = [model.module for model in find_models() if id(model) not in seen]
@@ -108,10 +108,6 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         except AttributeError:
             return
         yield from ((f"{name}.{attribute}", part) for attribute, part in attributes.items())
-
-
-def _is_model(value: object) -> bool:
-    return DistributedDataParallel in type(value).__mro__
 
 
 def _outline(module: torch.nn.Module) -> Outline:

@@ -17,8 +17,7 @@ from ddpilot.group.process_group import Group
 from ddpilot.record.flight_ring.reader import count_begun
 from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
 from ddpilot.session.apps import AppContext, find_app
-from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.protocol.messages import Scope
+from ddpilot.session.protocol.messages import KernelStart, Scope
 from ddpilot.session.rank.session_group import SessionGroup, enter_when_needed
 
 

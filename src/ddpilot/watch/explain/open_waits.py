@@ -13,9 +13,9 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.activity import Activity, describe_activity, render_where
-from ddpilot.watch.explain.draft import Draft
 from ddpilot.watch.explain.missed_collective import FIXES, find_cause, show_common, side_in_wait
 from ddpilot.watch.explain.text import (
+    Draft,
     describe,
     describe_shortly,
     lay_out,

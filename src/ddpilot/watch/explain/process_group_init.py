@@ -15,8 +15,7 @@ from ddpilot.module_names import FORM_GROUP, JOIN_GROUP
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.activity import NOT_CALLED, describe_activity, render_where
-from ddpilot.watch.explain.draft import Draft
-from ddpilot.watch.explain.text import merge_rows, place_of, ranks_do, render_place, render_table
+from ddpilot.watch.explain.text import Draft, merge_rows, place_of, ranks_do, render_place, render_table
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import innermost, passes
 

@@ -11,7 +11,6 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.explain.draft import Draft
 from ddpilot.watch.explain.missed_collective import (
     FIXES,
     Cause,
@@ -23,6 +22,7 @@ from ddpilot.watch.explain.missed_collective import (
 )
 from ddpilot.watch.explain.open_waits import explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.explain.text import (
+    Draft,
     describe_shortly,
     place_of,
     ranks_do,

@@ -25,16 +25,15 @@ from typing import NoReturn, get_args
 import psutil
 
 from ddpilot.environments.detect import detect_topology
+from ddpilot.environments.interpreter import when_imported
 from ddpilot.environments.private_files import check_own_folder, lock_file, open_own_file, write_own_text
 from ddpilot.environments.topology import Topology
 from ddpilot.environments.variables import read_switch, read_text
 from ddpilot.errors import LaunchError, TopologyError
 from ddpilot.guard.hook import GUARD_VARIABLE
-from ddpilot.launching.on_import import when_imported
 from ddpilot.module_names import GUARD_HOOK, OBSERVER_PROCESS, RECORD_HOOK
 from ddpilot.record.hook import RING_DIR_VARIABLE
-from ddpilot.watch.external.rank_process import RankProcess, error_path, read_rank_process
-from ddpilot.watch.external.store_connection import describe_connection
+from ddpilot.watch.external.rank_process import RankProcess, describe_connection, error_path, read_rank_process
 from ddpilot.watch.job_folder import OBSERVER, jobs_root, locked, open_root
 from ddpilot.watch.options import Action, WatchOptions
 

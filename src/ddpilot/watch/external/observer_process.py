@@ -22,8 +22,7 @@ from ddpilot.findings.display import Findings
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
-from ddpilot.watch.external.rank_process import RankProcess, error_path, find_rank_processes
-from ddpilot.watch.external.store_connection import StoreConnection
+from ddpilot.watch.external.rank_process import RankProcess, StoreConnection, error_path, find_rank_processes
 from ddpilot.watch.job_folder import OBSERVER, describe_job, locked, remove, remove_old, write_job_info
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from ddpilot.launching.observer import Mailbox, Message
 from ddpilot.watch.analysis import Analysis
-from ddpilot.watch.nodes.digest import Digest, decode_digest, encode_digest, merge, move_clock
-from ddpilot.watch.nodes.encoding import max_chars
+from ddpilot.watch.nodes.digest import Digest, decode_digest, encode_digest, max_chars, merge, move_clock
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 _ASK_AFTER_NS = 600_000_000

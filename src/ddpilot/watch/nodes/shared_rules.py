@@ -16,7 +16,7 @@ from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.guard.rules.rule import some
 from ddpilot.launching.observer import Chunk, Mailbox
 from ddpilot.record.journal import Entry
-from ddpilot.watch.nodes.encoding import decode, encode, max_chars
+from ddpilot.watch.nodes.digest import decode, encode, max_chars
 
 _SLACK_NS = 1_000_000_000
 """Margin for errors of the clock offset between nodes: nothing counts as missing before it has passed."""

@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> Path:
 
 def test_modules_next_to_a_script_are_read_with_it(script: Path) -> None:
     """The first call has its file and line; a file that cannot be parsed is left out."""
-    found = read_sources(find_program(str(script), ()))
+    found = read_sources(find_program(str(script), (), {}))
     assert len(found.files) == 3
     line = found.find_call("torch.load")
     assert line is not None
@@ -54,13 +54,13 @@ def test_modules_next_to_a_script_are_read_with_it(script: Path) -> None:
 
 def test_lint_reports_with_code_and_line(script: Path) -> None:
     """The process group is never destroyed."""
-    (finding,) = [each for each in read_sources(find_program(str(script), ())).findings if each.code == "DDP605"]
+    (finding,) = [each for each in read_sources(find_program(str(script), (), {})).findings if each.code == "DDP605"]
     assert finding.place.text == 'dist.init_process_group("gloo")'
 
 
 def test_a_function_is_read_from_its_file(script: Path) -> None:
     """By its name in a file, or as an object with arguments."""
-    assert read_sources(find_program(f"{script}:main", ())).find_main_guard() is not None
+    assert read_sources(find_program(f"{script}:main", (), {})).find_main_guard() is not None
     fn: Any = functools.partial(test_lint_reports_with_code_and_line, Path())
     names = [Path(each.name).name for each in read_sources(Program(name="f", fn=fn)).files]
     assert names[0] == "test_sources.py"

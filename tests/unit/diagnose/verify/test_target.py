@@ -25,7 +25,7 @@ def script(tmp_path: Path) -> Path:
 
 def test_script_keeps_its_words(script: Path) -> None:
     """They are those of its command line."""
-    program = find_program(str(script), ("--lr", "0.1"))
+    program = find_program(str(script), ("--lr", "0.1"), {})
     assert (program.name, program.script, program.args, program.fn) == (
         "train.py",
         str(script),
@@ -37,7 +37,7 @@ def test_script_keeps_its_words(script: Path) -> None:
 @pytest.mark.parametrize("name", ["train", "run", "Net", "cosine"])
 def test_function_of_a_file_is_looked_up_without_importing_it(name: str, script: Path) -> None:
     """Whatever defines the name at the top level."""
-    program = find_program(f"{script}:{name}", ())
+    program = find_program(f"{script}:{name}", (), {})
     assert program.fn is not None
     assert program.args == (str(script.resolve()), name)
     assert program.name == f"{script}:{name}"
@@ -55,7 +55,7 @@ def test_function_of_a_file_is_looked_up_without_importing_it(name: str, script:
 def test_wrong_words_are_refused(words: str, args: tuple[str, ...], expected: str, script: Path) -> None:
     """With what was found."""
     with pytest.raises(LaunchError, match=expected):
-        find_program(words.format(script), args)
+        find_program(words.format(script), args, {})
 
 
 def test_findings_of_hangs_end_a_run_and_others_do_not() -> None:

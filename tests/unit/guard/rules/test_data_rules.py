@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from ddpilot.guard.rules.collectives import AllRanksSave
 from ddpilot.guard.rules.data.evaluation import MeanOfMeans, PaddedEvaluation
 from ddpilot.guard.rules.data.random_draws import SameRandomStreams
 from ddpilot.guard.rules.data.set_epoch import SetEpochForgotten
 from ddpilot.guard.rules.data.shards import SameBatch, ShardsOverlap, WorkersReadAlike
 from ddpilot.guard.rules.data.unequal_lengths import UnequalBatches
 from ddpilot.guard.rules.rule import Rule, RuleContext
-from ddpilot.guard.rules.saving import AllRanksSave
 from ddpilot.record.flight_ring.log import Collective, RankLog
 from ddpilot.record.flight_ring.log import Tensor as LoggedTensor
 from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, loader_pass, make_entry, model

@@ -11,9 +11,16 @@ import numpy
 import pytest
 
 from ddpilot.profiler.phases import SHARES
-from ddpilot.profiler.pictures.charts import format_ms, format_number, format_tick, make_ticks
+from ddpilot.profiler.pictures.charts import (
+    COLORS,
+    LEGEND,
+    WHITE_TEXT,
+    format_ms,
+    format_number,
+    format_tick,
+    make_ticks,
+)
 from ddpilot.profiler.pictures.scaling_page import render_scaling
-from ddpilot.profiler.pictures.style import COLORS, LEGEND, WHITE_TEXT
 from ddpilot.profiler.result import Profile, read_profile
 from tests.unit.profiler.recordings import make_scaling, write_recording
 

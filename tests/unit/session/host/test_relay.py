@@ -7,8 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from ddpilot.session.host.loop import HostLoop
-from ddpilot.session.host.relay import KernelRelay
+from ddpilot.session.host.relay import HostLoop, KernelRelay
 from ddpilot.session.nodes.messages import KernelFrames
 
 

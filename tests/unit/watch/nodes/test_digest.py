@@ -10,8 +10,7 @@ import pytest
 from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import analyze
-from ddpilot.watch.nodes.digest import Digest, decode_digest, encode_digest, merge, move_clock
-from ddpilot.watch.nodes.encoding import MAX_CHARS
+from ddpilot.watch.nodes.digest import MAX_CHARS, Digest, decode_digest, encode_digest, merge, move_clock
 from ddpilot.watch.snapshot.model import RankException, RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, died, group_of, job, returned
 

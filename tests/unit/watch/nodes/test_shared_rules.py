@@ -16,7 +16,7 @@ from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.launching.observer import Chunk
 from ddpilot.record.journal import Entry
 from ddpilot.watch.nodes import shared_rules
-from ddpilot.watch.nodes.encoding import MAX_CHARS, encode
+from ddpilot.watch.nodes.digest import MAX_CHARS, encode
 from ddpilot.watch.nodes.shared_rules import Bundle, NoteSender, SharedRules, decode_bundle, encode_bundle
 from tests.unit.guard.rules.parameters.test_divergence import SITE, pack
 from tests.unit.watch.logs import Writer, bucket, group_of

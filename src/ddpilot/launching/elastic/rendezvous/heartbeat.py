@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddpilot.errors import DdpilotError, RendezvousError
-from ddpilot.launching.elastic.rendezvous.mailbox import StoreMailbox
-from ddpilot.launching.elastic.rendezvous.node_state import READY, NodeState, NodesView, decode_state
+from ddpilot.launching.elastic.rendezvous.node_state import READY, NodeState, NodesView, StoreMailbox, decode_state
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

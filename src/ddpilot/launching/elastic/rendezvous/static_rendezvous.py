@@ -23,7 +23,6 @@ from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
 from ddpilot.group.address import WaitNotices, listen, wait_for_port
 from ddpilot.group.store import host_on
 from ddpilot.launching.elastic.rendezvous.heartbeat import Heartbeat, LivenessCheck, Standstill, silent_nodes
-from ddpilot.launching.elastic.rendezvous.mailbox import StoreMailbox
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import (
     DONE,
@@ -31,6 +30,7 @@ from ddpilot.launching.elastic.rendezvous.node_state import (
     READY,
     NodeState,
     NodesView,
+    StoreMailbox,
     asks_for_requeue,
     check_agreement,
     decode_state,

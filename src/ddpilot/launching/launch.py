@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
-from ddpilot.launching.function_launch.supervisor import Supervisor
 from ddpilot.launching.interrupts import InterruptCatcher
-from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import (
     LAUNCH_VARIABLE,
     SERVER_VARIABLE,
     default_variables,
+    resolve_nproc,
 )
 from ddpilot.launching.shipping import fd_socket
-from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.launching.shipping.parcel import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.spawning import ForkedRanks, find_working_directory
+from ddpilot.launching.supervisor import Supervisor
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.pipe_reader import PipeReader
 from ddpilot.output.writer import LabelledWriter

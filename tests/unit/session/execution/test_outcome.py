@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.session.execution.collective_counts import CountMismatch, find_count_mismatches
-from ddpilot.session.execution.outcome import Outcome, Part
+from ddpilot.session.execution.outcome import CountMismatch, Outcome, Part, find_count_mismatches
 from ddpilot.session.protocol.messages import Report
 from tests.unit.watch.logs import Writer, group_of
 
@@ -29,7 +28,7 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> dict[int, RankLog]:
     """What the rings hold, by rank."""
     held: dict[int, RankLog] = {}
     monkeypatch.setattr(
-        "ddpilot.session.execution.collective_counts.read_ring",
+        "ddpilot.session.execution.outcome.read_ring",
         lambda path, newest: held[int(path.stem.removeprefix("rank"))],
     )
     return held

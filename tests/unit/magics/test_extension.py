@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddpilot.magics.input_transformer import EVERYWHERE, HERE, CellTransformer
+from ddpilot.magics.extension import EVERYWHERE, HERE, CellTransformer
 from ddpilot.magics.shell_session import ShellSession
 from tests.unit.magics.samples import ipython_shell
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from ddpilot.environments.detect import detect_topology
-from ddpilot.watch.external.store_connection import describe_connection
+from ddpilot.watch.external.rank_process import describe_connection
 from tests.unit.environments.torchrun_variables import COMPLETE
 
 ONE_OF_FOUR = {**COMPLETE, "TORCHELASTIC_RESTART_COUNT": "2"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpilot.diagnose.verify.results import _is_close, _numbers_in, compare_lines
+from ddpilot.diagnose.verify.verify import _is_close, _numbers_in, compare_lines
 
 
 def test_numbers_are_named_by_where_they_are() -> None:

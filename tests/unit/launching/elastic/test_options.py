@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from ddpilot.launching.elastic.signals import StopSignal, signals_raise
+from ddpilot.launching.elastic.options import StopSignal, signals_raise
 
 
 def test_signals_raise_and_everything_is_as_before_afterwards() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.function_launch.launch import check_function, run_local
+from ddpilot.launching.launch import check_function, run_local
 from ddpilot.launching.options import LaunchOptions
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpilot.record.flight_ring.groups import GroupEntry, pack_ranks, unpack_ranks
+from ddpilot.record.flight_ring.log import GroupEntry, pack_ranks, unpack_ranks
 
 
 @given(st.lists(st.integers(0, 5000), unique=True))
