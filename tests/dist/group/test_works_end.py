@@ -54,7 +54,7 @@ def session() -> Iterator[Session]:
 )
 def test_a_scripts_destroyed_group_waits_for_its_threads(module: tuple[str, ...], head: str, tmp_path: Path) -> None:
     """Under `ddpilot run`, watched or not, and where a script of torchrun's asks to be watched."""
-    done = run_script(head + TELL, tmp_path, module=module, env=environment(TMPDIR=str(tmp_path)))
+    done = run_script(head + TELL, tmp_path, forks_ranks=False, module=module, env=environment(TMPDIR=str(tmp_path)))
     assert "paused True" in done.out
 
 
@@ -69,7 +69,7 @@ def test_a_script_that_leaves_its_group_in_use_ends_when_its_threads_are_done(
     module: tuple[str, ...], head: str, tmp_path: Path
 ) -> None:
     """Else Python ends a thread of gloo's that still drops its tensors, which aborts the process."""
-    done = run_script(head + END, tmp_path, module=module, env=environment(TMPDIR=str(tmp_path)))
+    done = run_script(head + END, tmp_path, forks_ranks=False, module=module, env=environment(TMPDIR=str(tmp_path)))
     assert "paused" in done.out.partition("the end")[2]
 
 

@@ -43,16 +43,18 @@ def started(
     stdin: IO[str] | int | None = None,
     *,
     is_fresh: bool = False,
+    forks_ranks: bool = True,
 ) -> Iterator[subprocess.Popen[str]]:
     """The command while it runs, in `folder`; killed at the end, with its group. Its input is this process's.
 
-    A launcher of scripts is forked from this process, unless `is_fresh`.
+    A launcher of scripts is forked from this process, unless `is_fresh`; so are its ranks with `forks_ranks`, which
+    leaves out what Python does at the end of a process, after the exit handlers.
     """
     command = [str(word) for word in words]
     streams: dict[str, Any] = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     streams |= {"cwd": folder, "start_new_session": True}
     if not is_fresh and " ".join(command[1:]).startswith(_LAUNCHERS) and command[0] == sys.executable:
-        process = start_forked(command, env, **streams)
+        process = start_forked(command, env, forks_ranks=forks_ranks, **streams)
     else:
         process = subprocess.Popen(command, env=env, text=True, **streams)
     try:
@@ -72,17 +74,19 @@ def running(
     through_stdin: bool = False,
     prefix: tuple[str, ...] = (),
     module: tuple[str, ...] = (),
+    forks_ranks: bool = True,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start `source` in `folder` as script.py, or through stdin as a prompt would; end it, and its group, afterwards.
 
-    `prefix`: a command to run it by; `module`: such as ("-m", "torch.distributed.run").
+    `prefix`: a command to run it by; `module`: such as ("-m", "torch.distributed.run"); `forks_ranks`: see `started`.
     """
     script = folder / "script.py"
     script.write_text(source)
     command = [*prefix, sys.executable, *module, "-" if through_stdin else script]
     with script.open() as text, contextlib.ExitStack() as stack:
         stdin = text if through_stdin else subprocess.DEVNULL
-        yield stack.enter_context(started(command, folder, {**os.environ, **(env or {})}, stdin))
+        variables = {**os.environ, **(env or {})}
+        yield stack.enter_context(started(command, folder, variables, stdin, forks_ranks=forks_ranks))
 
 
 def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Outcome:
