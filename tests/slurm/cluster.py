@@ -394,6 +394,11 @@ class Cluster:
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.run('sinfo', '-lN', check=False).stdout}{self.logs()}") from None
 
+    def wait_freed(self, *, limit_s: float = 60.0) -> None:
+        """Wait until no job is completing, so that the next one is given the first nodes that no job runs on."""
+        command = ("squeue", "--noheader", "--states=completing")
+        _wait_until(lambda: not self.run(*command).stdout.strip(), "no job is completing", limit_s)
+
     def bring_back(self) -> None:
         """Put all cables in, and start the slurmd of each node that has none."""
         for node in self.nodes:

@@ -46,13 +46,15 @@ def write_files(folder: Path) -> None:
         (folder / found["name"]).write_text(text)
 
 
-def type_block(terminal: Terminal, block: str, jobs: dict[str, str]) -> None:
+def type_block(cluster: Cluster, terminal: Terminal, block: str, jobs: dict[str, str]) -> None:
     """Type the commands of a block, each at the prompt that the page shows, and compare what they print.
 
-    `jobs`: numbers of jobs by that on the page; Slurm chooses others.
+    `jobs`: numbers of jobs by that on the page; Slurm chooses others. Pages name the first nodes, so that a command
+    waits until the nodes of the job before are free.
     """
     for prompt, typed, expected in TYPED.findall(block):
         assert terminal.prompt == prompt, f"before `{typed}`"
+        cluster.wait_freed()
         command = _WITH_JOB.sub(lambda found: f"{found[1]} {jobs[found[2]]}", typed)
         printed = terminal.type(command)
         for on_page, actual in zip(_JOB.findall(expected), _JOB.findall(printed), strict=False):
@@ -73,7 +75,7 @@ def type_page(cluster: Cluster, folder: Path, page: str, *programs: Path) -> Non
     jobs: dict[str, str] = {}
     with open_terminal(cluster, folder, programs) as terminal:
         for block in blocks(page, "console"):
-            type_block(terminal, block, jobs)
+            type_block(cluster, terminal, block, jobs)
 
 
 def test_login_node(cluster: Cluster, tmp_path: Path) -> None:
@@ -191,17 +193,17 @@ def test_jupyter(cluster: Cluster, tmp_path: Path) -> None:
     ):
         jobs: dict[str, str] = {}
         first, look = submit.split("login$ until")
-        type_block(terminal, first, jobs)
+        type_block(cluster, terminal, first, jobs)
         for text in (f"login$ until{look}", laptop):
             text = text.replace("jupyter-2", f"jupyter-{jobs['2']}").replace("20002", str(20000 + int(jobs["2"])))
-            type_block(terminal, text, jobs)
+            type_block(cluster, terminal, text, jobs)
         token = re.search(r"token=(\w+)", (folder / f"jupyter-{jobs['2']}.out").read_text())
         assert token is not None
         with tunnel(server.command, text.removeprefix("laptop$ ")) as port, closing(Browser(port, token[1])) as browser:
             for cell, shown in cells("jupyter"):
                 printed = browser.run(cell)
                 assert is_like(_plain(_by_rank(printed), {}), shown), f"{cell} showed\n{printed}"
-        type_block(terminal, reach, jobs)
+        type_block(cluster, terminal, reach, jobs)
 
 
 def _by_rank(text: str) -> str:
