@@ -19,6 +19,12 @@ from pathlib import Path
 MARK = "DDPILOT_LEFTOVERS_MARK"
 """Variable whose value marks this process and all that descend from it, also those that lost their parent."""
 
+LEAK_PREFIX = "ddpilot-leak-test-"
+"""Of shared memory that a test of this module leaves on purpose: other runs here do not take it for theirs."""
+
+LEAK_VARIABLE = "DDPILOT_LEAK_TEST"
+"""Names the file of that prefix which a run shall find."""
+
 _PROC = Path("/proc")
 _SHARED_MEMORY = Path("/dev/shm")
 _LISTEN = "0A"
@@ -64,8 +70,14 @@ def look(
         threads=threads,
         file_descriptors=frozenset(f"{number} -> {target}" for number, target in descriptors.items()),
         listening_ports=_own_ports(descriptors) | (_ports_of(pids) if everywhere else frozenset()),
-        shared_memory_files=frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else frozenset(),
+        shared_memory_files=_shared_memory_files(),
     )
+
+
+def _shared_memory_files() -> frozenset[str]:
+    names = os.listdir(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else []
+    planted = os.environ.get(LEAK_VARIABLE)
+    return frozenset(name for name in names if name == planted or not name.startswith(LEAK_PREFIX))
 
 
 def settle(look_now: Callable[[], list[str]], *, grace_s: float) -> list[str]:

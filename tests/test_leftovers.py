@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.leftovers import MARK, Look, marked_pids
+from benchmarks.leftovers import LEAK_PREFIX, LEAK_VARIABLE, MARK, Look, marked_pids
 
 ROOT = Path(__file__).parents[1]
-SHARED = Path(f"/dev/shm/ddpilot-leak-test-{os.getpid()}")
+SHARED = Path(f"/dev/shm/{LEAK_PREFIX}{os.getpid()}")
 
 # What a test does, and the line that its failure must print (`*` matches anything).
 LEAKS = {
@@ -39,8 +39,11 @@ def _no_shared_memory_left() -> Iterator[None]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("_no_shared_memory_left")
-def test_no_leaks_fails_a_test_for_every_kind_of_leftover(pytester: pytest.Pytester) -> None:
+def test_no_leaks_fails_a_test_for_every_kind_of_leftover(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One leaking test per kind fails in its teardown with kind and culprit; a clean test passes; the run fails too."""
+    monkeypatch.setenv(LEAK_VARIABLE, SHARED.name)
     ours = (ROOT / "tests/conftest.py").read_text()
     short = ours.replace("GRACE_S = 2.0", "GRACE_S = 0.1").replace('pytest_plugins = ["pytester"]', "")
     pytester.makeconftest(short)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.dist.launching.scripts import run_script
 
-NUM_LAUNCHES = 50 if os.environ.get("DDPILOT_SOAK") == "1" else 10
+NUM_LAUNCHES = 50 if os.environ.get("DDPILOT_SOAK") == "1" else 5
 
 SOURCE = """
 import gc, os, threading
