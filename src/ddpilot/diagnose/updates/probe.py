@@ -377,7 +377,10 @@ class UpdateProbe:
             saved=tuple(self._saved),
             has_left_group=not dist.is_initialized(),
         )
-        program_path(self._folder, self._rank).write_text(json.dumps(asdict(program)), "utf-8")
+        path = program_path(self._folder, self._rank)
+        begun = path.with_suffix(".begun")
+        begun.write_text(json.dumps(asdict(program)), "utf-8")
+        begun.replace(path)  # a rank that is killed while it writes leaves no part of a file
 
 
 def thin(tensor: torch.Tensor) -> numpy.ndarray[Any, Any]:
