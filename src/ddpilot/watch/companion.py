@@ -10,6 +10,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,9 @@ from ddpilot.watch.snapshot.model import ProcessState, RankException, RankSnapsh
 NOTHING: Mapping[str, str] = MappingProxyType({})
 _CALL_LIMIT_S = 5.0
 """How long a job or cell that has ended well waits for the user's `on_finding`."""
+_ARRIVAL_S = 0.5
+"""How long an error whose cause another rank shows waits until that rank is in the collective."""
+_PAUSE_S = 0.02
 
 
 class Watcher(LaunchObserver):
@@ -166,16 +170,16 @@ class Watcher(LaunchObserver):
         is_own = failed is not None and _ended_by_itself(failed)
         if not is_own:
             self._observer.await_others()
-        found: Sequence[Finding] = self._find_all()
-        adds_place = failed is not None and failed.raised is None  # an exception already shows its line
-        findings = [
-            each for each in found if not (is_own and each.code in OF_ENDS) or (adds_place and each.place is not None)
-        ]
         known = None
         if failed is not None:
             known = find_known_error(failed.rank, facts_of(failed).error, error.last_lines)
         if known is not None and known.place is not None:
             known = rename_in(known, label_cells([known.place.file]))
+        found: Sequence[Finding] = find_with_cause(known, self._find_all, self._have_all_ended)
+        adds_place = failed is not None and failed.raised is None  # an exception already shows its line
+        findings = [
+            each for each in found if not (is_own and each.code in OF_ENDS) or (adds_place and each.place is not None)
+        ]
         found, findings = without_waits(found, known), without_waits(findings, known)
         if known is not None:
             error.fix = put_first(known, findings) or error.fix
@@ -245,6 +249,9 @@ class Watcher(LaunchObserver):
                 self._wake()
 
         return None if isinstance(action, str) else CallbackThread(action, stop=stop, say=self._print)
+
+    def _have_all_ended(self) -> bool:
+        return all(each.raised or each.exited or each.has_returned for each in self._ranks)
 
     def _find_all(self) -> Findings:
         """Return all current findings; empty if the records cannot be read, which is reported."""
@@ -369,6 +376,22 @@ def put_first(known: Finding, findings: list[Finding]) -> str:
         findings[:] = [known, *waits]
     better = (each.fix for each in findings if known.code != each.code and {known.code, each.code} <= _OF_CONSTRUCTION)
     return next(better, "")
+
+
+def find_with_cause(known: Finding | None, find: Callable[[], Findings], is_over: Callable[[], bool]) -> Findings:
+    """Return the findings of `find`; if `known` is DDP308, when another rank shows its cause, but within 0.5 s.
+
+    A rank that used fewer parameters than others raises in its next forward pass, maybe before they are in the
+    all_reduce. `is_over`: returns True if no rank can come there any more.
+    """
+    end_s = time.monotonic() + _ARRIVAL_S
+    found = find()
+    while known is not None and known.code == "DDP308" and not is_explained(known, found):
+        if is_over() or time.monotonic() > end_s:
+            break
+        time.sleep(_PAUSE_S)
+        found = find()
+    return found
 
 
 def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:

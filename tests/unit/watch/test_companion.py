@@ -11,7 +11,14 @@ import pytest
 
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
-from ddpilot.watch.companion import CallbackThread, find_known_error, is_explained, put_first, without_waits
+from ddpilot.watch.companion import (
+    CallbackThread,
+    find_known_error,
+    find_with_cause,
+    is_explained,
+    put_first,
+    without_waits,
+)
 from ddpilot.watch.options import FindingCallback
 from ddpilot.watch.report import Report
 from ddpilot.watch.snapshot.model import RankException
@@ -174,6 +181,21 @@ def report(*codes: str) -> Report:
         for code in codes
     ]
     return Report(job="j", name="train", world_size=2, findings=Findings(made))
+
+
+def test_unused_parameters_are_explained_by_a_rank_that_comes_later() -> None:
+    """It is looked again until that rank is there; once if all ranks have ended, or for another message."""
+    looks = [Findings(), Findings(), Findings([finding("DDP212")]), Findings()]
+
+    def find() -> Findings:
+        return looks.pop(0)
+
+    assert [each.code for each in find_with_cause(finding("DDP308"), find, lambda: False)] == ["DDP212"]
+    looks[:] = [Findings(), Findings([finding("DDP212")])] * 3
+    assert not find_with_cause(finding("DDP308"), find, lambda: True)
+    assert len(looks) == 5
+    assert [each.code for each in find_with_cause(None, find, lambda: False)] == ["DDP212"]
+    assert not find_with_cause(finding("DDP311"), find, lambda: False)
 
 
 def called(on_finding: FindingCallback) -> tuple[CallbackThread, list[str], list[str]]:
