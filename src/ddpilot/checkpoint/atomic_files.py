@@ -228,7 +228,7 @@ def call_in_background(task: Callable[[], None]) -> Future[None]:
 
 
 class RankWrite:
-    """What rank `rank`, which does not commit, writes into the staging directory `folder`.
+    """The files of `rank`, which does not commit, in the staging directory `folder`.
 
     Creating one locks it: rank 0 waits from then on for `run`, or the end of this process. Raises OSError.
     """

@@ -91,12 +91,12 @@ _COPIED = ("position", "batch_size", "findings", "explanation")
 
 @dataclass(frozen=True)
 class FitResult:
-    """What rank 0 sends after a fit."""
+    """The state and errors that rank 0 returns after a fit."""
 
     state: dict[str, Any]
     """The state of the trainer, as `load_state` takes it; tensors are on the CPU."""
     late_error: tuple[Raised, bytes | None] | None
-    """What a callback on rank 0 raised after the last update, and the result of `pickled` for the exception."""
+    """Exception that a callback on rank 0 raised after the last update, and the result of `pickled` for it; or None."""
 
 
 def collect_result(trainer: TrainerCore, group: GroupLike, late_error: Exception | None) -> FitResult | None:

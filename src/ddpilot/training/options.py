@@ -34,7 +34,7 @@ class Interval:
     count: int
     """1 or more."""
     unit: Unit
-    """What is counted: "updates" or "epochs"."""
+    """Unit of `count`: "updates" or "epochs"."""
 
     @classmethod
     def parse(cls, given: object, *, did: str, name: str, unit: Unit = "updates") -> Interval:

@@ -32,7 +32,7 @@ class ShardRequest(NamedTuple):
     batch: int
     takes: tuple[Take, ...]
     starts: tuple[LaneStart, ...]
-    """Where to open the lane of each take if it is not open: before the first batch that was not yielded yet."""
+    """For each take, the position at which a lane is opened if it is closed: before the first batch not yet yielded."""
     is_final: bool
     """True if no earlier batch can be requested again. Otherwise the records from `starts` on are kept."""
     is_empty: bool
@@ -203,7 +203,7 @@ class ShardReader(Dataset[Any]):
 
 
 class _Place(NamedTuple):
-    """What is being done with which sample; rendered for errors only."""
+    """The current operation and its sample, for error messages."""
 
     dataset: Any
     verb: str

@@ -141,7 +141,7 @@ class SshCluster:
         return self._nodes
 
     def describe_job_end(self) -> str:
-        """Return "": there is no job."""
+        """Return an empty string, because there is no job."""
         return ""
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ _REOPEN_LIMIT_S = 30
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmRequest:
-    """What a session asks Slurm for. `num_nodes` None: all nodes of the allocation, or one of a new one."""
+    """Options of a session on Slurm. If `num_nodes` is None, all nodes of the allocation, or one node of a new one."""
 
     num_nodes: int | None = None
     gpus_per_node: int | None = None
@@ -305,7 +305,7 @@ class SlurmCluster:
         return [*asked, *srun_command(self._num_nodes, [])]
 
     def _await_nodes(self, listener: TlsListener, starter: StartProcess) -> None:
-        """Wait until all nodes have connected; there is no limit before the allocation is granted."""
+        """Wait until all nodes have connected. The timeout starts when the allocation is granted."""
         deadline_s = float("inf")
         while any(node.link is None for node in self._nodes):
             for node in self._nodes:

@@ -24,7 +24,7 @@ from ddpilot.errors import LoopError
 
 @dataclass(frozen=True, kw_only=True)
 class LogStart:
-    """Where a training starts or resumes."""
+    """The position at which training starts or resumes."""
 
     update: int
     """Number of updates made before."""

@@ -144,7 +144,7 @@ class AccumulationSchedule:
 
     @property
     def saved(self) -> int | str | None:
-        """What a checkpoint holds, to compare with; None for a function."""
+        """The value that a checkpoint stores and a resumed training is compared with; None for a function."""
         if self.function is not None:
             return None
         if self.constant is not None:

@@ -20,7 +20,7 @@ from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """What is known of a job, and what was found."""
+    """The state of a job and the findings about it, while an analysis collects them."""
 
     job: JobSnapshot
     earlier: JobSnapshot | None
