@@ -35,6 +35,7 @@ TRIAL_HOOK = "ddpilot.profiler.rank.overrides:start"
 """Overrides what a script passes to DDP and to its loaders, for `ddpilot tune`."""
 NVTX_PROBE = "ddpilot.profiler.rank.tracing:NvtxProbe"
 
+LAUNCHER = "ddpilot.launcher"
 RANK_SERVER = "ddpilot.launching.rank_server.server"
 NODE_REPORT = "ddpilot.slurm.node_report"
 """Run by srun on each node of a job, for what the watch there knows."""

@@ -24,7 +24,11 @@ _OPTIONS = (
     "--ServerApp.ip=127.0.0.1",
     "--ServerApp.port=0",  # any that is free
     "--ServerApp.terminals_enabled=False",
+    "--ServerApp.jpserver_extensions={'jupyter_lsp': False}",
+    "--LabApp.extension_manager=readonly",
 )
+# Like the two extensions above, seconds of a page's first load that no test needs.
+_PAGE_CONFIG = {"buildCheck": False, "buildAvailable": False}
 # It would ask, in a box on top of the page, whether it may phone home.
 _SETTINGS = {"@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
 
@@ -41,6 +45,9 @@ class Lab:
             file = self._settings / f"{name}.jupyterlab-settings"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(values))
+        page_config = folder / "config" / "labconfig" / "page_config.json"
+        page_config.parent.mkdir(parents=True)
+        page_config.write_text(json.dumps(_PAGE_CONFIG))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "jupyterlab", *_OPTIONS, f"--ServerApp.root_dir={self.root}"],

@@ -24,6 +24,17 @@ torch.manual_seed(0)
 dist.barrier()
 """
 SCRIPTS = {
+    "lock": 'if rank == 1:\n    re.match("(a+)+$", "a" * 60 + "b")\ndist.barrier()\n',
+    "moves": """\
+def work():
+    total = 0
+    while True:
+        total += 1
+        total -= 1
+if rank == 1:
+    work()
+dist.barrier()
+""",
     "called": """\
 def log_loss():
     dist.all_gather_object([None, None], 1)
@@ -36,17 +47,6 @@ for step in range(4):
     "new_group": "if rank == 0:\n    dist.new_group([0, 1])\ndist.barrier()\n",
     "handle": "if rank == 0:\n    dist.all_reduce(torch.ones(3), async_op=True).wait()\ntime.sleep(99)\n",
     "no_handle": "work = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None\ntime.sleep(99)\n",
-    "lock": 'if rank == 1:\n    re.match("(a+)+$", "a" * 60 + "b")\ndist.barrier()\n',
-    "moves": """\
-def work():
-    total = 0
-    while True:
-        total += 1
-        total -= 1
-if rank == 1:
-    work()
-dist.barrier()
-""",
     "message": """\
 for step in range(3 if rank == 0 else 2):
     if rank == 0:
@@ -115,15 +115,20 @@ def explain(job: Job, until: Callable[[JobSnapshot, Analysis], bool]) -> Analysi
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Analysis]:
-    """Of each script; all of them run at once, since most of them wait."""
+    """Of each script; all of them run at once, since most of them wait. The first two compute until they are ended."""
     folder = tmp_path_factory.mktemp("stalls")
     with ExitStack() as stack:
         jobs = {}
         for name, text in SCRIPTS.items():
             script = folder / f"{name}.py"
             script.write_text(HEAD + text)
-            jobs[name] = stack.enter_context(Job(script, 2))
-        return {name: explain(job, UNTIL.get(name, lambda *_: False)) for name, job in jobs.items()}
+            end = stack.enter_context(ExitStack())
+            jobs[name] = end, end.enter_context(Job(script, 2))
+        explained = {}
+        for name, (end, job) in jobs.items():
+            with end:
+                explained[name] = explain(job, UNTIL.get(name, lambda *_: False))
+        return explained
 
 
 def one(analysis: Analysis) -> tuple[str, str, tuple[int, ...]]:

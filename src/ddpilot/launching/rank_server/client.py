@@ -192,19 +192,17 @@ class _Servers:
         with self.lock:
             # A server that was started before this process was forked belongs to the process that forked.
             self.warm = [server for server in self.warm if server.owner_pid == os.getpid()]
-            for stale in [server for server in self.warm if not server.is_fresh()]:
-                self.warm.remove(stale)
-                stale.retire()
             found = next((server for server in self.warm if server.key == key), None)
-            if found is None:
-                found = RankServer(key, environ)
-            else:
+            if found is not None:
                 self.warm.remove(found)
-            self.warm.append(found)
+                if not found.is_fresh():
+                    found.retire()
+                    found = None
+            self.warm.append(found or RankServer(key, environ))
             for stale in self.warm[:-_MAX_WARM]:
                 stale.retire()
             del self.warm[:-_MAX_WARM]
-            return found
+            return self.warm[-1]
 
     def stop_all(self) -> None:
         with self.lock:

@@ -29,7 +29,7 @@ from ddpilot.launching.rank_reports import Hello
 from ddpilot.launching.rank_server.fork_safety import CleanWatch, adopt_orphans, become_process_of, outlive_stops
 from ddpilot.launching.rank_server.job import Job, kill_orphans
 from ddpilot.launching.shipping import fd_socket
-from ddpilot.module_names import FORKED_RANK, GROUP_TEARDOWN, GUARD_HOOK, GUARD_PROBES, RECORD_HOOK, RECORD_PREFORK
+from ddpilot.module_names import FORKED_RANK, GROUP_TEARDOWN, GUARD_HOOK, GUARD_PROBES, LAUNCHER, RECORD_HOOK, RECORD_PREFORK
 
 _IMPORTS = (
     "torch",
@@ -41,8 +41,9 @@ _IMPORTS = (
 )
 """Modules that every rank uses before it calls the user's function: 0.1 s of a warm launch if each imported them."""
 
-_LATER_IMPORTS = ("torch._dynamo",)
-"""Modules that the first optimizer of a process imports (0.9 to 1.3 s measured). The server imports them while it is
+_LATER_IMPORTS = (LAUNCHER, "torch._dynamo", "tabulate")
+"""Modules that many ranks import: where `launch` is imported too (0.1 s), in the first optimizer of a process (0.9 to
+1.3 s), and in torch's exit handler after that (0.02 s; only if it is installed). The server imports them while it is
 idle, and before it forks ranks of a repeated launch or more than there are cores: each would otherwise import them."""
 
 _LOOK_S = 0.25
@@ -129,7 +130,6 @@ class Server:
         self._wake_reader, self._wake_writer = os.pipe()
         self._parent_fd = os.pidfd_open(parent_pid) if hasattr(os, "pidfd_open") else None
         self._parent_pid = parent_pid
-        self._served_one = False
 
     def run(self) -> NoReturn:
         """Run the loop. SIGCHLD wakes it through a pipe."""
@@ -147,9 +147,8 @@ class Server:
         gc.freeze()
         while True:
             idle = not self._jobs
-            # The first job follows `Hello` immediately and must not wait for an import.
-            wait_s = (0.05 if self._served_one else 0.3) if idle and self._later_imports else 0.5
-            events = self._selector.select(wait_s)
+            # The first job follows `Hello` immediately and must not wait for an import, nor must one after another.
+            events = self._selector.select(0.3 if idle and self._later_imports else 0.5)
             for key, _ in events:
                 key.data()
             if self._parent_fd is None and os.getppid() != self._parent_pid:
@@ -161,7 +160,7 @@ class Server:
     def _import_next(self) -> None:
         name = self._later_imports.pop(0)
         gc.disable()  # as in `serve`: saves a seventh of the time
-        with self._exiting_with_parent():
+        with self._exiting_with_parent(), contextlib.suppress(ImportError):  # the rank that needs it raises
             importlib.import_module(name)
         gc.enable()
         self._clean.check(name)
@@ -194,7 +193,6 @@ class Server:
         job_channel = socket.socket(fileno=fd)
         self._jobs[job_channel] = Job(launch_id, folder, job_channel, self._start_process)
         self._selector.register(job_channel, selectors.EVENT_READ, lambda: self._on_job(job_channel))
-        self._served_one = True
 
     def _on_job(self, channel: socket.socket) -> None:
         try:
