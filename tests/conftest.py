@@ -81,6 +81,7 @@ def nothing_left_at_the_end(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setattr(tempfile, "tempdir", None)
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(CHILDREN), os.environ.get("PYTHONPATH")))))
         patch.setenv(COLLECT, "rarely")
+        patch.setenv("DDPILOT_TESTS_PID", str(os.getpid()))
         # One for each kind of ranks that most files start; with two, many a file would start its server again: 2 s.
         patch.setattr("ddpilot.launching.rank_server.client._MAX_WARM", 4)
         patch.setenv("DDPILOT_JOBS_DIR", str(tmp_path_factory.mktemp("jobs")))  # of failed jobs some are kept

@@ -51,7 +51,7 @@ RunRanks = Callable[..., RankRun]
 @contextlib.contextmanager
 def fork_server() -> Iterator[RunRanks]:
     """A process that imports torch once, with what the first DDP model imports, and forks the ranks of every job."""
-    _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed"])
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pytest"])
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as config["tempdir"]:
         multiprocessing.forkserver.ensure_running()
