@@ -29,7 +29,15 @@ from ddpilot.launching.rank_reports import Hello
 from ddpilot.launching.rank_server.fork_safety import CleanWatch, adopt_orphans, become_process_of, outlive_stops
 from ddpilot.launching.rank_server.job import Job, kill_orphans
 from ddpilot.launching.shipping import fd_socket
-from ddpilot.module_names import FORKED_RANK, GROUP_TEARDOWN, GUARD_HOOK, GUARD_PROBES, LAUNCHER, RECORD_HOOK, RECORD_PREFORK
+from ddpilot.module_names import (
+    FORKED_RANK,
+    GROUP_TEARDOWN,
+    GUARD_HOOK,
+    GUARD_PROBES,
+    LAUNCHER,
+    RECORD_HOOK,
+    RECORD_PREFORK,
+)
 
 _IMPORTS = (
     "torch",
