@@ -89,9 +89,8 @@ def test_run_trains_the_example_on_two_nodes(nodes: TwoNodes) -> None:
 @pytest.mark.timeout(120)
 def test_run_says_at_once_what_cannot_work(nodes: TwoNodes) -> None:
     """A wrong interface, one that is loopback, an unknown host: status 2 before anything starts."""
-    command = [*DDPILOT, *words(nodes, "a"), example()]
-    gone = nodes.start("a", command, GLOO_SOCKET_IFNAME="eth7")
-    loopback = nodes.start("a", command, GLOO_SOCKET_IFNAME="lo")
+    gone = nodes.start("a", [*DDPILOT, *words(nodes, "a"), example()], GLOO_SOCKET_IFNAME="eth7")
+    loopback = nodes.start("a", [*DDPILOT, *words(nodes, "a", port=29501), example()], GLOO_SOCKET_IFNAME="lo")
     unknown = nodes.start("b", [*DDPILOT, *words(nodes, "b"), "--master-addr", "no-such-host.invalid", example()])
     assert [agent.wait(LIMIT_S) for agent in (gone, loopback, unknown)] == [2, 2, 2]
     for agent in (gone, loopback, unknown):

@@ -138,10 +138,12 @@ class RankServer:
         if is_idle:
             self.stop()
 
+    def is_running(self) -> bool:
+        """False after the server's process has exited."""
+        return self._process.poll() is None
+
     def is_fresh(self) -> bool:
-        """True if the server is running and the files of the modules it imported have not changed."""
-        if self._process.poll() is not None:
-            return False
+        """True if the files of the modules that the server imported have not changed since."""
         for path, known in self.hello.files.items():
             try:
                 stat = os.stat(path)
@@ -192,12 +194,14 @@ class _Servers:
         with self.lock:
             # A server that was started before this process was forked belongs to the process that forked.
             self.warm = [server for server in self.warm if server.owner_pid == os.getpid()]
-            found = next((server for server in self.warm if server.key == key), None)
-            if found is not None:
-                self.warm.remove(found)
-                if not found.is_fresh():
-                    found.retire()
-                    found = None
+            found: RankServer | None = None
+            # Only the files of the server that is wanted are looked at: a thousand and more.
+            for server in [each for each in self.warm if not each.is_running() or each.key == key]:
+                self.warm.remove(server)
+                if server.is_running() and server.is_fresh():
+                    found = server
+                else:
+                    server.retire()
             self.warm.append(found or RankServer(key, environ))
             for stale in self.warm[:-_MAX_WARM]:
                 stale.retire()
