@@ -18,3 +18,6 @@ WITH_SKLEARN = {"OPENBLAS_NUM_THREADS": "1"}
 PRELOAD = (*TRAINER_PRELOAD, *BESIDES_TRAINER)
 """Also the compiler, which the first optimizer of a process imports, and the loop. Each rank would take 0.2 s for the
 loop and pytest alone, half of the time of a small training."""
+
+OF_SESSIONS = ("torch._dynamo",)
+"""Besides what sessions preload: the first model or optimizer of each rank would import it, 1 s."""

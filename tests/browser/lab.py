@@ -27,7 +27,7 @@ _OPTIONS = (
     "--ServerApp.jpserver_extensions={'jupyter_lsp': False}",
     "--LabApp.extension_manager=readonly",
 )
-# Like the two extensions above, seconds of a page's first load that no test needs.
+# No test needs this check of the page's first load, nor the two extensions above.
 _PAGE_CONFIG = {"buildCheck": False, "buildAvailable": False}
 # It would ask, in a box on top of the page, whether it may phone home.
 _SETTINGS = {"@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}

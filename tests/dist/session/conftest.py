@@ -18,9 +18,7 @@ from ddpilot import LaunchError, RankError, Session
 from ddpilot.output.rich_output import RankMessage
 from ddpilot.output.view import View
 from tests.dist.launching.scripts import wait_until
-
-PRELOAD = ("torch._dynamo",)
-"""What the first model or optimizer of each rank would import: 1 s."""
+from tests.preload import OF_SESSIONS
 
 MODEL = """
 import torch, torch.distributed as dist
@@ -122,7 +120,7 @@ def start(view: Kept) -> Iterator[Callable[..., Session]]:
     with contextlib.ExitStack() as stack:
 
         def start_one(num_ranks: int = 2, **options: Any) -> Session:
-            options = {"view": view, "preload": PRELOAD, **options}
+            options = {"view": view, "preload": OF_SESSIONS, **options}
             return stack.enter_context(Session(num_ranks, **options))
 
         yield start_one
@@ -140,7 +138,7 @@ class Lasting:
 def lasting() -> Iterator[Lasting]:
     """Sessions of one and of two ranks, for all tests of a file that take `lent`; to start and stop two takes 0.3 s."""
     view = Kept()
-    with Session(1, view=view, preload=PRELOAD) as one, Session(2, view=view, preload=PRELOAD) as two:
+    with Session(1, view=view, preload=OF_SESSIONS) as one, Session(2, view=view, preload=OF_SESSIONS) as two:
         for session in (one, two):
             session.execute("names_at_start = {*globals(), 'names_at_start'}", quiet=True)
         yield Lasting(view, {1: one, 2: two})
