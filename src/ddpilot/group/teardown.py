@@ -10,7 +10,7 @@ while it is being created, and never one of the user's sockets.
 that Python has seen.
 
 - A group's destructor waits for those threads while it holds the GIL. This happens if a DDP model outlives its
-  destroyed group, as at the end of a training function: 18 of 40 scripts on a busy machine, none of 40 with the pause.
+  destroyed group, as at the end of a training function: 18 of 40 scripts on a busy machine.
 - A process that exits with its group in use makes Python terminate such a thread, and C++ then aborts ("terminate
   called without an active exception", SIGABRT): 9 of 22 scripts of two ranks.
 """
@@ -387,8 +387,11 @@ def _read(path: Path) -> str:
         return ""  # the thread or descriptor is gone
 
 
-_NUM_PAUSES, _THREAD_PAUSE_S = 10, 0.001
+_WORKER_THREAD = "pt_gloo_runloop"
+_FUTEX_CALLS = {"x86_64": "202", "aarch64": "98"}
+_NUM_LOOKS, _NUM_IDLE_LOOKS, _THREAD_PAUSE_S = 10, 2, 0.001
 """Each pause releases the GIL to waiting threads."""
+_WORKS_LIMIT_S = 2.0
 
 _MARK = "_ddpilot_lets_works_end"
 
@@ -403,18 +406,41 @@ def let_works_end() -> None:
     def destroy_process_group(group: Any = None) -> None:
         kept = tuple(c10d._world.pg_map)  # otherwise the destructor may run in the next line
         destroy(group)
-        _pause()
+        _wait_for_workers()
         del kept
 
-    def pause_at_exit() -> None:
+    def wait_at_exit() -> None:
         if dist.is_initialized():
-            _pause()
+            _wait_for_workers()
 
     setattr(destroy_process_group, _MARK, True)
     c10d.destroy_process_group = dist.destroy_process_group = destroy_process_group
-    atexit.register(pause_at_exit)
+    atexit.register(wait_at_exit)
 
 
-def _pause() -> None:
-    for _ in range(_NUM_PAUSES):
+def _wait_for_workers() -> None:
+    """Release the GIL until gloo's worker threads are idle or wait for a peer; at most 2 s.
+
+    A worker that needs the GIL gets it during a pause, but a busy machine may run the worker much later. Where no
+    worker can be seen, pauses for 10 ms.
+    """
+    deadline_s = time.monotonic() + _WORKS_LIMIT_S
+    num_still = num_idle = 0
+    while num_still < _NUM_LOOKS and num_idle < _NUM_IDLE_LOOKS and time.monotonic() < deadline_s:
         time.sleep(_THREAD_PAUSE_S)
+        calls = _calls_of_workers()
+        num_still = 0 if ["running"] in calls else num_still + 1
+        num_idle = num_idle + 1 if calls and all(map(_is_idle, calls)) else 0
+
+
+def _calls_of_workers() -> list[list[str]]:
+    """Number and arguments of the system call of every worker thread, or ["running"] if it is in none."""
+    if not can_find_sockets():
+        return []
+    workers = (task for task in Path("/proc/self/task").iterdir() if _read(task / "comm").strip() == _WORKER_THREAD)
+    return [call for worker in workers if (call := _read(worker / "syscall").split())]
+
+
+def _is_idle(call: list[str]) -> bool:
+    """True if the worker waits for its next collective: a futex without a timeout. Waits for the GIL have one."""
+    return call[0] == _FUTEX_CALLS[platform.machine()] and int(call[4], 16) == 0
