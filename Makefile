@@ -31,7 +31,7 @@ EACH := $(filter-out tests/dist tests/unit $(NOT_IN_TEST),$(patsubst %/,%,$(wild
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # These wait for Slurm and ssh most of their time; those that take longest come first.
 LONGEST_ON_NODES := $(addprefix tests/slurm/test_,sites.py requeue.py session.py) \
-	tests/dist/nodes/test_session_hosts.py $(addprefix tests/slurm/test_,follow.py watch.py)
+	$(addprefix tests/dist/nodes/test_session_,hosts.py cells.py) $(addprefix tests/slurm/test_,follow.py watch.py)
 ON_NODES := $(LONGEST_ON_NODES) $(filter-out $(LONGEST_ON_NODES),$(wildcard tests/slurm/test_*.py))
 
 # The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.

@@ -12,27 +12,28 @@ from pathlib import Path
 import pytest
 
 from tests.accelerator import environment, why_not
-from tests.soak import IS_SOAK
+from tests.soak import soak
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
-OFTEN = ("hang_is_named", "devices_by_uuid")
 SHOWN = (
-    *(*OFTEN, "collectives_are_recorded", "ddp_buckets_of_a_pair"),
+    *("hang_is_named", "devices_by_uuid", "collectives_are_recorded", "ddp_buckets_of_a_pair"),
     *("synchronous_collectives_are_followed", "stuck_rank_is_freed", "in_flight_is_followed"),
     *("stand_in_keeps_the_context", "trainer_of_two_has_the_cpus_numbers", "profile_has_device_times"),
 )
 ONLY_CUDA = ("no_context_at_import", "masked_devices", "mig_slices", "capture_under_guard")
 
 
-@pytest.mark.soak
+@soak
 @pytest.mark.timeout(400)  # the library may have to be compiled first
 def test_gpu_check_shows_on_emulated_devices_what_is_not_of_cuda_alone(tmp_path: Path) -> None:
-    """A hang of a pair is named, and each device found; what asks CUDA is left out."""
-    shown = SHOWN if IS_SOAK else OFTEN  # what they check, other tests of this folder check in a process of their own
+    """A hang of a pair is named, and each device found; what asks CUDA is left out.
+
+    What is shown, other tests of this folder check too, in a process of their own.
+    """
     report = tmp_path / "report.json"
     done = subprocess.run(
-        [sys.executable, "-m", "ddpilot", "gpu-check", *shown, *ONLY_CUDA, "--json", str(report)],
+        [sys.executable, "-m", "ddpilot", "gpu-check", *SHOWN, *ONLY_CUDA, "--json", str(report)],
         env={**os.environ, **environment(2)},
         capture_output=True,
         text=True,
@@ -40,6 +41,6 @@ def test_gpu_check_shows_on_emulated_devices_what_is_not_of_cuda_alone(tmp_path:
         check=False,
     )
     found = {check["name"]: check["status"] for check in json.loads(report.read_text())["checks"]}
-    assert found == {**dict.fromkeys(shown, "ok"), **dict.fromkeys(ONLY_CUDA, "cannot be shown")}, done.stdout
+    assert found == {**dict.fromkeys(SHOWN, "ok"), **dict.fromkeys(ONLY_CUDA, "cannot be shown")}, done.stdout
     assert done.returncode == 0
     assert done.stdout.splitlines()[0].startswith("2 x ")

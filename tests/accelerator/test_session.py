@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +14,10 @@ from ddpilot import LaunchInterrupted, RankError, Session
 from tests.accelerator import SITE, environment, why_not
 from tests.accelerator.sessions import HEALTHY, LIMIT_S, MODEL, draw_faults, suffer
 from tests.dist.session.conftest import Kept
+from tests.soak import IS_SOAK, soak
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
 
-IS_SOAK = os.environ.get("DDPILOT_SOAK") == "1"
 PATIENCE = 1.0 if IS_SOAK else 4.0
 LATE_WATCHDOG, EAGER_WATCHDOG = {"EMU_WATCH_INTERVAL_MS": "3600000"}, {"EMU_WATCH_INTERVAL_MS": "10"}
 """Whether the program or the backend's watchdog meets an error of the device first."""
@@ -159,9 +158,9 @@ def test_a_rank_whose_watchdog_meets_the_error_of_its_device_first_is_aborted_an
     assert any("rank 0 restarted (`respawn`)" in note for note in view.notes)
 
 
-@pytest.mark.soak
+@soak
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("part", range(NUM_PARTS if IS_SOAK else 1))
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_faults_cost_no_rank_and_ranks_train_on_within_seconds(part: int) -> None:
     """A rank raises, is late, skips a step, is killed, hangs or is stopped, at any point of a loop on the device."""
     num_ranks = 2 + 2 * (part % 2)
@@ -169,7 +168,7 @@ def test_random_faults_cost_no_rank_and_ranks_train_on_within_seconds(part: int)
         session.execute(MODEL)
         for fault in FAULTS[part]:
             took_s = suffer(session, fault)
-            assert took_s < LIMIT_S * PATIENCE, f"{fault}: {took_s:.1f} s"
+            assert took_s < LIMIT_S, f"{fault}: {took_s:.1f} s"
 
 
 def test_random_faults_are_the_same_each_time_and_of_every_kind() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first 15 random cells of benchmarks/random_cells.py; the soak runs all 300. Of each kind: tests/dist/session."""
+"""The first 10 random cells of benchmarks/random_cells.py; the soak runs all 300. Of each kind: tests/dist/session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.cell_model import NUM_RANKS, Expected, loss_of, make_net, make_o
 from benchmarks.random_cells import BLOCKED_LIMIT_S, SHOWN_LIMIT_S, play_cells
 
 CELLS = draw_cells(300)
-PART = 15
+PART = 10
 IS_SOAK = os.environ.get("DDPILOT_SOAK") == "1"
 NUM_PARTS = len(CELLS) // PART if IS_SOAK else 1
 PATIENCE = 1.0 if IS_SOAK else 3.0

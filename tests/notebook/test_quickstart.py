@@ -68,3 +68,11 @@ def test_quickstart_uses_torch_in_the_kernel_before_it_launches() -> None:
     first_use = next(i for i, source in enumerate(sources) if " @ " in source and ".backward()" in source)
     launch = next(i for i, source in enumerate(sources) if "ddpilot.launch(" in source)
     assert first_use < launch
+
+
+def test_interactive_is_short() -> None:
+    """Under 20 cells, and one cell that is allowed to fail."""
+    notebook = read(NOTEBOOK.with_name("interactive.ipynb"))
+    assert len(notebook.cells) < 20
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.id for cell in cells if cell.metadata.get("tags")] == ["mistake"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import ddpilot
 from tests.slurm.cluster import Cluster
+from tests.soak import soak
 
 NODES = 3
 
@@ -29,6 +30,7 @@ def examine(cluster: Cluster, folder: Path, on_each: str = "") -> tuple[int, dic
     return done.returncode, json.loads(done.stdout[done.stdout.index("{\n") :])
 
 
+@soak
 def test_equal_nodes_are_ok(cluster: Cluster, tmp_path: Path) -> None:
     """One line for each thing that they have in common."""
     status, found = examine(cluster, tmp_path)

@@ -22,7 +22,6 @@ from tests.soak import SOAK
 SEED = 19
 NUM = 30
 NAMED_S = 5.0
-QUICK = ("kill_rank", "cancel_step")
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -71,22 +70,16 @@ def scenarios() -> list[tuple[int, Fault, str]]:
     return [(number, fault, rng.choice(LAUNCHERS)) for number, fault in enumerate(faults)]
 
 
-def quick(cases: list[tuple[int, Fault, str]]) -> set[int]:
-    """The first case of each fault of `QUICK`, with ranks that srun starts."""
-    return {
-        next(number for number, fault, launcher in cases if fault.name == name and launcher == "python")
-        for name in QUICK
-    }
-
-
 CASES = scenarios()
+QUICK_NUMBER = next(number for number, fault, launcher in CASES if (fault.name, launcher) == ("kill_rank", "python"))
+"""The case that `make test-slurm` runs: the first of its fault with ranks that srun starts."""
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("number", "fault", "launcher"),
     [
-        pytest.param(*case, id=f"{case[0]}-{case[1].name}-{case[2]}", marks=() if case[0] in quick(CASES) else SOAK)
+        pytest.param(*case, id=f"{case[0]}-{case[1].name}-{case[2]}", marks=() if case[0] == QUICK_NUMBER else SOAK)
         for case in CASES
     ],
 )

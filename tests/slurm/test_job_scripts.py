@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, losses
-from tests.soak import SOAK, soak
+from tests.soak import often, soak
 from tests.unit.slurm.scripts import GOLDEN, OPTIONS
 
 SHAPES = {
@@ -24,7 +24,6 @@ SHAPES = {
     "nodes_by_ddpilot": ("--nodes=2", "--nproc-per-node=2", "--launcher=ddpilot"),
     "tasks": ("--nodes=2", "--nproc-per-node=2", "--launcher=python", "--gpus-per-node=2", "--cpus-per-task=2"),
 }
-OFTEN = ("one_node", "nodes_with_ranks")
 
 WITHOUT_DROPOUT = TRAIN.replace("Dropout(0.2)", "Tanh()")  # whose draws differ between numbers of ranks
 
@@ -45,7 +44,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return {number: float.fromhex(value) for number, value in losses(folder).items()}
 
 
-@pytest.mark.parametrize("shape", [each if each in OFTEN else pytest.param(each, marks=SOAK) for each in SHAPES])
+@often("nodes_with_ranks")
+@pytest.mark.parametrize("shape", SHAPES)
 def test_shape_trains_as_plain_python_does(
     cluster: Cluster, tmp_path: Path, shape: str, alone: dict[int, float]
 ) -> None:

@@ -74,6 +74,7 @@ def test_job_goes_on_past_its_time_limit_and_is_followed_through_it(
     assert losses(tmp_path) == straight
 
 
+@soak
 def test_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
     """Also the one whose number is that of the whole array; each resumes from a checkpoint folder of its own."""
     task = 'os.environ["SLURM_ARRAY_TASK_ID"]'

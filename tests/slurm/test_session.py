@@ -25,7 +25,7 @@ from ddpilot.session.nodes import tls
 from tests.dist.launching.scripts import wait_until
 from tests.dist.session.conftest import Kept
 from tests.slurm.cluster import Cluster
-from tests.soak import soak
+from tests.soak import often, soak
 
 Start = Callable[..., Session]
 
@@ -142,6 +142,7 @@ def test_a_job_that_reaches_its_time_limit_is_reported_once(cluster: Cluster, st
     )
 
 
+@often("cut off")
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut off", "powered off"])
 def test_a_lost_node_is_named_and_the_others_keep_their_variables(cluster: Cluster, start: Start, is_cut: bool) -> None:
     """Within five seconds, though no connection was closed."""

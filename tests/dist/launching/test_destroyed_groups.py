@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpilot
 
-NUM_TIMES = 8
+NUM_TIMES = 4
 
 
 @contextmanager

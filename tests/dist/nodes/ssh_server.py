@@ -18,6 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+HOSTS = ("node1", "node2")
+"""Names of this machine for the hosts of a session."""
+
 _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 _START_S = 10.0
 

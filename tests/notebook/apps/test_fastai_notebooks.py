@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.notebook.running import code_cells, run_cells
-from tests.soak import often
+from tests.soak import soak
 
 WATCH = """
 import hashlib, json, os
@@ -80,7 +80,7 @@ def run_and_listen(cells: list[str], port: str, folder: Path) -> list[Told]:
 
 
 @pytest.mark.timeout(300)
-@often("tabular")
+@soak
 @pytest.mark.parametrize("case", CASES, ids=[case.notebook for case in CASES])
 def test_a_ported_notebook_trains_on_the_same_samples_to_the_same_metric(case: Case, tmp_path: Path) -> None:
     """At most 5 lines; every sample once per epoch on two ranks; the metric within 2 points of one process."""

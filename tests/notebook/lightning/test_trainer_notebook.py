@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.notebook.lightning.beside import render_beside, run_notebook
+from tests.soak import soak
 
 PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "lightning.md"
 ON_PAGE = """
@@ -42,6 +43,7 @@ PRINTS = {
 }
 
 
+@soak
 @pytest.mark.timeout(400)
 def test_every_cell_of_a_trainers_notebook_works_after_torch_was_used(tmp_path: Path) -> None:
     """Fit on one and on two devices, predict, test, both exports, fit again, an error, Fabric: in one kernel.
