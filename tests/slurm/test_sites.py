@@ -21,6 +21,7 @@ from tests.dist.launching.scripts import wait_until
 from tests.dist.nodes.ssh_server import ssh_server
 from tests.slurm.cluster import Cluster
 from tests.slurm.terminal import TYPED, Terminal, open_terminal
+from tests.soak import soak
 from tests.test_docs import FENCE, FILE, ROOT, is_like
 
 PAGES = ROOT / "docs" / "sites"
@@ -106,6 +107,7 @@ exec "$@"
 """
 
 
+@soak
 def test_container_with_a_stand_in_for_apptainer(cluster: Cluster, tmp_path: Path) -> None:
     """The command lines run; an image that is not there, and a Slurm without Pyxis, are named. No real container."""
     folder = tmp_path / "work"

@@ -15,7 +15,7 @@ from ddpilot.watch.job_folder import list_jobs
 from tests.dist.launching.scripts import wait_until
 from tests.dist.watch.test_scripts import observers, variables
 from tests.slurm.cluster import Cluster
-from tests.soak import often
+from tests.soak import often, soak
 
 TRAIN = """
 import torch, torch.distributed as dist, ddpilot
@@ -74,7 +74,7 @@ def test_srun_ends_with_the_finding_and_a_status(cluster: Cluster, tmp_path: Pat
 
 
 @pytest.mark.timeout(240)
-@often("2")
+@soak
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_srun_of_a_right_script_ends_well_and_leaves_nothing(cluster: Cluster, tmp_path: Path, num_nodes: int) -> None:
     """No finding, no process, no folder."""
