@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from ddpilot import LaunchInterrupted, RankError, Session
 from tests.accelerator import SITE, environment, why_not
 from tests.accelerator.sessions import HEALTHY, LIMIT_S, MODEL, draw_faults, suffer
+from tests.dist.launching.scripts import wait_until
 from tests.dist.session.conftest import Kept
 from tests.soak import IS_SOAK, soak
 
@@ -69,12 +71,26 @@ def test_ranks_have_their_device_and_collectives_on_it_and_on_the_cpu(session: S
     assert all("emu:eccl" in text for text in session.pull("str(dist.distributed_c10d.get_backend_config())"))
 
 
-def test_ranks_that_wait_for_the_device_are_freed_when_another_raises(session: Session, view: Kept) -> None:
+def test_ranks_that_wait_for_the_device_are_freed_when_another_raises(
+    session: Session, view: Kept, tmp_path: Path
+) -> None:
     """The host waits in `item()`, behind an all_reduce of which it knows nothing; no rank dies, all train on."""
     session.execute(MODEL + "step().item(); kept = rank")
+    waits = tmp_path / "waits"
+
+    def tell_once_rank_0_waits() -> None:
+        wait_until(lambda: session.status()[0].collective is not None, limit_s=30)
+        waits.touch()
+
+    teller = threading.Thread(target=tell_once_rank_0_waits)
+    teller.start()
     began_s = time.monotonic()
     with pytest.raises(RankError, match="rank 1 raised ValueError: boom"):
-        session.execute("if rank == 1:\n    raise ValueError('boom')\nstep(); went_on = step().item()")
+        session.execute(
+            f"if rank == 1:\n    while not os.path.exists({str(waits)!r}):\n        time.sleep(0.01)\n"
+            "    raise ValueError('boom')\nstep(); went_on = step().item()"
+        )
+    teller.join()
     session.execute(HEALTHY + "assert kept == rank and 'went_on' not in globals()")
     assert time.monotonic() - began_s < LIMIT_S * PATIENCE
     assert not [note for note in view.notes if note.startswith("killing")]

