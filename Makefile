@@ -21,7 +21,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(tests|transformers/models|
 COMPILE_CHANGED := $(BIN)/python -m compileall -qq -j 0 -x '/(cases|controls|corpus|fixable|fixtures)/' \
 	src tests benchmarks examples || true
 
-# Three files at a time keep two cores busy, since tests also wait. Those that take longest come first, and small ones
+# Four files at a time keep two cores busy, since tests also wait. Those that take longest come first, and small ones
 # last, so that no core is idle while another is in the last of them; a folder that is new comes in between.
 FIRST := tests/accelerator tests/notebook $(addprefix tests/dist/,nodes integrations diagnose) tests/test_docs.py \
 	tests/zoo $(addprefix tests/dist/,training run test_examples.py test_random_cells.py projects watch launching session)
@@ -67,7 +67,7 @@ pictures: $(BROWSER_READY) ## draw docs/pictures anew, from real runs and a real
 
 test: $(READY) ## every test, with a seeded part of the soak
 	@$(COMPILE_CHANGED)
-	$(PYTEST) -n 3 $(BY_FILE) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) \
+	$(PYTEST) -n 4 $(BY_FILE) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) \
 		$(filter-out $(FIRST) %/__pycache__,$(EACH)) tests/unit
 
 test-slurm: $(READY) ## jobs and sessions on a real Slurm and over ssh, which it installs (as root, on Debian or Ubuntu)
