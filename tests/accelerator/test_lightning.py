@@ -20,10 +20,8 @@ import pytest
 from tests.accelerator import environment, why_not
 from tests.conftest import TORCHMETRICS_ALONE
 from tests.dist.launching.scripts import run_script
-from tests.soak import SOAK
 
 pytestmark = [
-    *SOAK,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
     pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
     pytest.mark.timeout(200),

@@ -79,8 +79,10 @@ def test_ranks_that_wait_for_the_device_are_freed_when_another_raises(
     waits = tmp_path / "waits"
 
     def tell_once_rank_0_waits() -> None:
-        wait_until(lambda: session.status()[0].collective is not None, limit_s=30)
-        waits.touch()
+        try:
+            wait_until(lambda: session.status()[0].collective is not None, limit_s=30)
+        finally:
+            waits.touch()
 
     teller = threading.Thread(target=tell_once_rank_0_waits)
     teller.start()

@@ -389,8 +389,10 @@ def _read(path: Path) -> str:
 
 _WORKER_THREAD = "pt_gloo_runloop"
 _FUTEX_CALLS = {"x86_64": "202", "aarch64": "98"}
-_NUM_LOOKS, _NUM_IDLE_LOOKS, _THREAD_PAUSE_S = 10, 2, 0.001
-"""Each pause releases the GIL to waiting threads."""
+_THREAD_PAUSE_S = 0.001
+"""Releases the GIL to waiting threads; a look at the workers follows."""
+_NUM_LOOKS, _NUM_IDLE_LOOKS = 10, 2
+"""Looks in a row that find no worker running (then none of them waits for the GIL), and that find all of them idle."""
 _WORKS_LIMIT_S = 2.0
 
 _MARK = "_ddpilot_lets_works_end"

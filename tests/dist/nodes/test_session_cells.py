@@ -17,7 +17,7 @@ import pytest
 from ddpilot import LaunchError, LaunchInterrupted, RankError, Session
 from tests.dist.launching.scripts import wait_until
 from tests.dist.nodes.ssh_server import HOSTS, SshServer
-from tests.dist.session.conftest import MODEL, Kept
+from tests.dist.session.conftest import MODEL, Kept, forget_variables, remember_names
 from tests.preload import OF_SESSIONS
 
 
@@ -34,7 +34,7 @@ def lasting(server: SshServer, view: Kept) -> Iterator[Session]:
         patch.setenv("DDPILOT_SSH", server.command)
         patch.setenv("OMP_NUM_THREADS", "1")
         with Session(1, hosts=HOSTS, view=view, preload=OF_SESSIONS) as session:
-            session.execute("names_at_start = {*globals(), 'names_at_start'}", quiet=True)
+            remember_names(session)
             yield session
         wait_until(lambda: not server.hosts(), limit_s=10)
 
@@ -42,7 +42,7 @@ def lasting(server: SshServer, view: Kept) -> Iterator[Session]:
 @pytest.fixture
 def session(lasting: Session, view: Kept) -> Session:
     """The session, without the variables and the output of earlier tests."""
-    lasting.execute("for name in {*globals()} - names_at_start: del globals()[name]", quiet=True)
+    forget_variables(lasting)
     view.forget()
     return lasting
 

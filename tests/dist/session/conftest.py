@@ -126,6 +126,16 @@ def start(view: Kept) -> Iterator[Callable[..., Session]]:
         yield start_one
 
 
+def remember_names(session: Session) -> None:
+    """Let `forget_variables` keep the variables that there are."""
+    session.execute("names_at_start = {*globals(), 'names_at_start'}", quiet=True)
+
+
+def forget_variables(session: Session) -> None:
+    """Delete the variables of earlier tests."""
+    session.execute("for name in {*globals()} - names_at_start: del globals()[name]", quiet=True)
+
+
 @dataclass(frozen=True)
 class Lasting:
     """Sessions by their number of ranks, and the view of all of them."""
@@ -140,7 +150,7 @@ def lasting() -> Iterator[Lasting]:
     view = Kept()
     with Session(1, view=view, preload=OF_SESSIONS) as one, Session(2, view=view, preload=OF_SESSIONS) as two:
         for session in (one, two):
-            session.execute("names_at_start = {*globals(), 'names_at_start'}", quiet=True)
+            remember_names(session)
         yield Lasting(view, {1: one, 2: two})
 
 
@@ -150,7 +160,7 @@ def lent(lasting: Lasting, view: Kept) -> Callable[[int], Session]:
 
     def lend(num_ranks: int) -> Session:
         session = lasting.by_size[num_ranks]
-        session.execute("for name in {*globals()} - names_at_start: del globals()[name]", quiet=True)
+        forget_variables(session)
         lasting.view.forget()
         vars(view).update(vars(lasting.view))  # the same lists
         return session
