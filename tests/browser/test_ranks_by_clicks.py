@@ -13,6 +13,7 @@ from benchmarks.leftovers import settle
 from tests.browser.conftest import OpenNotebook
 from tests.browser.lab import Lab
 from tests.browser.person import NotebookTab, failed
+from tests.test_docs import by_rank
 
 pytestmark = pytest.mark.browser
 
@@ -21,11 +22,16 @@ SUM = "%%ddp\nimport torch\nkept = torch.ones(1)\ntorch.distributed.all_reduce(k
 STILL_THERE = "%%ddp\ntorch.distributed.all_reduce(kept)\nprint('again', kept.item())"
 
 
+def printed(text: str) -> set[str]:
+    """What each rank printed, in any order: on a busy machine ranks are too far apart to share a line."""
+    return {line for shown in text.splitlines() for line in by_rank(shown)}
+
+
 def open_with(lab: Lab, open_tab: OpenNotebook, *cells: str) -> NotebookTab:
     """A notebook of these cells below two that start ranks and form a group, which have run."""
     tab = open_tab(lab.put("ranks.ipynb", [START, SUM, *cells]))
     assert re.search(r"2 ranks ready in \d", tab.run(0))
-    assert tab.run(1) == "[ranks 0,1] sum 2.0"
+    assert printed(tab.run(1)) == {"[rank 0] sum 2.0", "[rank 1] sum 2.0"}
     return tab
 
 
@@ -40,7 +46,7 @@ def test_an_error_on_one_rank_is_on_the_page_while_the_other_waits(lab: Lab, ope
     assert "variables are kept" in shown
     assert failed(tab.saved_cells()) == [2]
     tab.photograph("error-light", 2)
-    assert tab.run(3) == "[ranks 0,1] again 4.0"
+    assert printed(tab.run(3)) == {"[rank 0] again 4.0", "[rank 1] again 4.0"}
     tab.theme("Dark")
     tab.photograph("error-dark", 2)
 
@@ -60,7 +66,7 @@ def test_the_stop_button_frees_a_rank_from_a_collective(lab: Lab, open_tab: Open
     tab.photograph("stopped-light", 2)
     assert "KeyboardInterrupt" in shown
     assert took_s < 3
-    assert tab.run(3) == "[ranks 0,1] again 4.0"
+    assert printed(tab.run(3)) == {"[rank 0] again 4.0", "[rank 1] again 4.0"}
 
 
 @pytest.mark.timeout(180)

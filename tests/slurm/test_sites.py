@@ -22,7 +22,7 @@ from tests.dist.nodes.ssh_server import ssh_server
 from tests.slurm.cluster import Cluster
 from tests.slurm.terminal import TYPED, Terminal, open_terminal
 from tests.soak import soak
-from tests.test_docs import FENCE, FILE, ROOT, is_like
+from tests.test_docs import FENCE, FILE, ROOT, by_rank, is_like
 
 PAGES = ROOT / "docs" / "sites"
 _JOB = re.compile(r"\bjob (?:allocation )?(\d+)")
@@ -31,7 +31,8 @@ _PENDING = re.compile(
     r"^ddpilot: (waiting for )?job \d+(, which)? is pending.*\n|^ddpilot: job \d+ was granted\n", re.M
 )
 
-_TASKS = re.compile(r"(?:^\d+: .*\n)+", re.M)
+_IN_ANY_ORDER = re.compile(r"(?:^\d+: .*\n)+|(?:^\[rank \d+\] .*\n)+", re.M)
+"""Lines of tasks, or of ranks."""
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -64,9 +65,10 @@ def type_block(cluster: Cluster, terminal: Terminal, block: str, jobs: dict[str,
 
 
 def _plain(text: str, jobs: Mapping[str, str]) -> str:
-    """Without empty lines and pending jobs, tasks' lines in their order, with the numbers of jobs that Slurm chose."""
+    """Without empty lines and pending jobs, each rank's lines apart, with the numbers of jobs that Slurm chose."""
     text = re.sub(r"\n+", "\n", _PENDING.sub("", text)).lstrip("\n")
-    text = _TASKS.sub(lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text)
+    text = re.sub(r"^.*$", lambda found: "\n".join(by_rank(found[0])), text, flags=re.M)
+    text = _IN_ANY_ORDER.sub(lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text)
     return _JOB.sub(lambda found: found[0].replace(found[1], jobs.get(found[1], found[1])), text)
 
 

@@ -367,6 +367,10 @@ class SpoiledNote(SiteNote):
 
     backward: int
     parameters: list[str]
+    device: str
+    """The type of device of the first of them."""
+    group: str
+    """The group of the DDP model that has one of them, see `describe_group`; empty if none has."""
 
 
 class FaultNote(TypedDict):

@@ -9,7 +9,16 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.guard.notes import MIN_NORM_SAMPLES, NormsNote, NotFiniteNote, SpoiledNote
-from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, RuleContext, WaitingRule, finding_at_line, place_of, some
+from ddpilot.guard.rules.rule import (
+    NS_PER_S,
+    BoundedDict,
+    RuleContext,
+    WaitingRule,
+    finding_at_line,
+    place_of,
+    ranks_of,
+    some,
+)
 from ddpilot.record.journal import Entry
 
 _MAX_BACKWARDS = 64
@@ -51,21 +60,29 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
         firsts = {rank: _first_of_step(mine, last) for rank, mine in self._seen.items() if last in mine}
         begun = min(firsts.values(), default=last)
         origins = {rank: self._seen[rank][begun] for rank, at in sorted(firsts.items()) if at == begun}
+        unknown = self._not_known(spoiled).difference(by_rank, firsts)
         evidence = [_describe(rank, note) for rank, note in list(origins.items())[:8]]
         others = [rank for rank in by_rank if rank not in origins]
-        if others and origins:
+        if unknown:
+            evidence.append(f"nothing has come from {render_ranks(sorted(unknown))}, where it may have begun before")
+        elif others and origins:
             evidence.append(f"on {render_ranks(others)} loss and gradients were finite before they were averaged")
         evidence.append(f"weights that are not finite since that step: {some(spoiled['parameters'])}")
-        ranks = tuple(origins) or tuple(by_rank)
+        is_known = bool(origins) and not unknown
+        ranks = tuple(origins) if is_known else tuple(by_rank)
         site = next((note["site"] for note in origins.values()), {})
         return make_finding(
             "DDP409",
             summary=f"weights are not finite since backward {begun}"
-            + (f"; it began on {render_ranks(ranks)}" if origins else ""),
+            + (f"; it began on {render_ranks(ranks)}" if is_known else ""),
             ranks=ranks,
             line=place_of(site) or place_of(spoiled["site"]),
             evidence=tuple(evidence),
         )
+
+    def _not_known(self, spoiled: SpoiledNote) -> set[int]:
+        """Return the ranks whose notes may be missing: a rank reads the numbers of its device when they arrive."""
+        return set() if spoiled["device"] == "cpu" else {*ranks_of(spoiled["group"], self._context.world_size)}
 
 
 def _first_of_step(mine: dict[int, NotFiniteNote], last: int) -> int:

@@ -136,7 +136,7 @@ def ranks_of(group: str, world_size: int) -> Sequence[int]:
     """Return the ranks of `group`, named as `describe_group` names it; empty if its name does not list them."""
     if group == "world":
         return range(world_size)
-    return () if " " in group else [int(rank) for rank in group.split(",")]
+    return () if not group or " " in group else [int(rank) for rank in group.split(",")]
 
 
 def ranks_of_model(note: DdpModelNote, world_size: int) -> Sequence[int]:

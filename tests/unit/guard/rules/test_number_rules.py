@@ -92,9 +92,10 @@ def bad(rank: int, backward: int, loss: str = "nan") -> Note:
     return (rank, "not_finite", {"backward": backward, "loss": loss, "site": SITE, **where})
 
 
-def spoiled(rank: int, backward: int) -> Note:
+def spoiled(rank: int, backward: int, device: str = "cpu") -> Note:
     """The step after `backward` made weights of `rank` non-finite."""
-    return (rank, "spoiled", {"backward": backward, "parameters": ["0.weight"], "site": SITE})
+    where = {"device": device, "group": "world", "site": SITE}
+    return (rank, "spoiled", {"backward": backward, "parameters": ["0.weight"], **where})
 
 
 def test_what_is_not_finite_is_told_of_the_rank_that_was_first() -> None:
@@ -106,6 +107,23 @@ def test_what_is_not_finite_is_told_of_the_rank_that_was_first() -> None:
         assert finding.evidence[0] == (
             "rank 1: the loss was nan in backward 5, batch 7 of pass 2 over the loader, samples 3, 4"
         )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_first_rank_is_told_if_its_note_came_without_that_of_the_step(device: str) -> None:
+    """A rank that ended before its device had the number: it reads it when it exits, and checks no weights then."""
+    (finding,) = judge(NotFinite, [bad(0, 6), spoiled(0, 6, device), bad(1, 5), bad(1, 6)])
+    assert finding.ranks == (1,)
+    assert "it began on rank 1" in finding.summary
+
+
+def test_no_rank_is_told_to_be_the_first_if_numbers_of_a_device_are_missing() -> None:
+    """Rank 1 may have seen it in a backward before, and been killed; of a number on the CPU, it would have noted it."""
+    (finding,) = judge(NotFinite, [bad(0, 6), spoiled(0, 6, "cuda")])
+    assert "it began" not in finding.summary
+    assert "nothing has come from rank 1, where it may have begun before" in finding.evidence
+    (finding,) = judge(NotFinite, [bad(0, 6), spoiled(0, 6)])
+    assert "it began on rank 0" in finding.summary
 
 
 def test_what_is_not_finite_is_told_of_its_first_backward_in_an_accumulated_step() -> None:

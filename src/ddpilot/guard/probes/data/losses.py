@@ -51,7 +51,8 @@ class _Backward:
 class LossObserver:
     """The part of the data probe that looks for non-finite values.
 
-    Values on a device are checked once they have been copied, up to a step later, without waiting.
+    Values on a device are checked once they have been copied, without waiting: in one of the next steps, the last of
+    them when the probe stops. Of more than 64 that are on their way, the first are kept: there it began.
     """
 
     def __init__(self, notes: Notes, position: Position) -> None:
@@ -62,7 +63,7 @@ class LossObserver:
         self._backward: _Backward | None = None  # created on demand, which is rare on the CPU
         self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
         self._copies = HostCopies()
-        self._pending: deque[tuple[HostCopy, _Backward, str]] = deque(maxlen=_MAX_PENDING)
+        self._pending: deque[tuple[HostCopy, _Backward, str]] = deque()
         self._num_noted = 0
         self._has_device_model = False
         self._suspected = 0  # number of the backward whose step's weights have not been checked
@@ -79,6 +80,7 @@ class LossObserver:
             around(torch.autograd, "backward", before=self._begins, after=self._poll),
             around(DistributedDataParallel, "__init__", returned=self._made),
             self._let_go,
+            self._notes.safely(self._poll),  # called first
         ]
 
     def _let_go(self) -> None:
@@ -129,7 +131,7 @@ class LossObserver:
                     self._note(math.nan, self._present(), "gradient")
 
     def _look(self, value: torch.Tensor, what: str) -> None:
-        copy = self._copies.begin(value)
+        copy = self._copies.begin(value) if len(self._pending) < _MAX_PENDING else None
         if copy is not None:
             self._pending.append((copy, self._present(), what))
 
@@ -169,11 +171,7 @@ class LossObserver:
         bad = _find_not_finite(parameters)
         new = [one for one in bad if one not in self._spoiled]
         if new and not self._is_spoiled:
-            names = _name_parameters(self._position.live_models(), new[:_MAX_NAMED])
-            more = [f"{len(new) - _MAX_NAMED} more"] if len(new) > _MAX_NAMED else []
-            backward = self._suspected or self._number
-            note = SpoiledNote(backward=backward, parameters=names + more, site=self._notes.site())
-            self._notes.write("spoiled", note)
+            self._note_spoiled(new)
         if new or not bad:
             self._num_noted = 0
         for one in parameters:
@@ -182,6 +180,22 @@ class LossObserver:
             self._spoiled[one] = None
         self._is_spoiled = bool(bad)
         self._suspected = 0
+
+    def _note_spoiled(self, parameters: list[torch.Tensor]) -> None:
+        owners: dict[int, tuple[str, str]] = {}  # name in its model, and the model's group
+        for known in self._position.models.values():
+            if (model := known.find()) is not None:
+                owners.update((id(one), (name, known.group)) for name, one in model.module.named_parameters())
+        names = [owners.get(id(one), (f"one of shape {tuple(one.shape)}",))[0] for one in parameters[:_MAX_NAMED]]
+        more = [f"{len(parameters) - _MAX_NAMED} more"] if len(parameters) > _MAX_NAMED else []
+        note = SpoiledNote(
+            backward=self._suspected or self._number,
+            parameters=names + more,
+            device=parameters[0].device.type,
+            group=next((owners[id(one)][1] for one in parameters if id(one) in owners), ""),
+            site=self._notes.site(),
+        )
+        self._notes.write("spoiled", note)
 
 
 def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -196,11 +210,6 @@ def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         are_finite = torch.stack([torch.isfinite(one.detach()).all() for one in trained]).tolist()
         bad += [one for one, is_finite_one in zip(trained, are_finite, strict=True) if not is_finite_one]
     return bad
-
-
-def _name_parameters(models: Iterable[Any], parameters: list[torch.Tensor]) -> list[str]:
-    names = {id(one): name for model in models for name, one in model.module.named_parameters()}
-    return [names.get(id(one), f"one of shape {tuple(one.shape)}") for one in parameters]
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.guard.notes import BatchKey, PassKey, Site
 from ddpilot.guard.probes.data.samplers import Sketch
+from ddpilot.guard.probes.process_groups import describe_group
 
 
 @dataclass(eq=False)
@@ -70,10 +71,11 @@ class LoadedBatch:
 class TrainedModel:
     """The `number`-th DDP model of this process, to which it keeps no reference."""
 
-    def __init__(self, model: nn.Module, *, number: int, is_prepared: bool) -> None:
+    def __init__(self, model: DistributedDataParallel, *, number: int, is_prepared: bool) -> None:
         self.find: Callable[[], Any] = ref(model)
         """Returns the model, or None once it has been freed."""
         self.number = number
+        self.group = describe_group(model.process_group)
         self.is_prepared = is_prepared
         """True if wrapped by a `Loop`, which warns about small batches for BatchNorm itself."""
         self.forwards = 0
@@ -104,13 +106,9 @@ class Position:
 
     def is_evaluating(self) -> bool:
         """True if this process has DDP models and all are in eval mode."""
-        models = self.live_models()
+        models = [model for known in self.models.values() if (model := known.find()) is not None]
         # Same as `model.module`, at a fraction of the cost of nn.Module's attribute access.
         return bool(models) and not any(one.training and one._modules["module"].training for one in models)
-
-    def live_models(self) -> list[Any]:
-        """Return the DDP models that have not been freed."""
-        return [model for known in self.models.values() if (model := known.find()) is not None]
 
     def find_batch(self, pointers: frozenset[int]) -> LoadedBatch | None:
         """Return the newest batch that has one of these tensors, or else the newest one."""
