@@ -16,7 +16,7 @@ EXTRAS := dev
 # imported. Ours too: hundreds of processes of the tests import it, and where PYTHONDONTWRITEBYTECODE is set each would
 # compile it anew.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(tests|transformers/models|moto)/' $(VENV)/lib src || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib src || true
 # What has changed since: ranks import modules of the tests too. The rest are programs of which tests list the folders.
 COMPILE_CHANGED := $(BIN)/python -m compileall -qq -j 0 -x '/(cases|controls|corpus|fixable|fixtures)/' \
 	src tests benchmarks examples || true
