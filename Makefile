@@ -12,9 +12,10 @@ PAIRS :=
 PYTEST := $(BIN)/python -m pytest
 # `make setup EXTRAS=dev,browser` installs at once what `make test-browser` would add.
 EXTRAS := dev
-# pip compiles all files on one core; what cannot be compiled is some package's example of that, and a third is hardly ever
-# imported. Ours too: hundreds of processes of the tests import it, and where PYTHONDONTWRITEBYTECODE is set each would
-# compile it anew.
+# pip compiles all files on one core; what cannot be compiled is some package's example of that, and what hardly any
+# process imports is left out. Ours too: hundreds of processes of the tests import it, and where PYTHONDONTWRITEBYTECODE is
+# set each would compile it anew.
+NEVER_IMPORTED := /(tests|fontTools|grpc|moto|mypyc?|onnxscript|pip|setuptools|transformers/models|websockets)/
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib src || true
 # What has changed since: ranks import modules of the tests too. The rest are programs of which tests list the folders.
