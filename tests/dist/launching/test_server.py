@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from ddpilot import Launcher, LaunchError, RankError
-from ddpilot.launching.rank_server.client import _servers, ensure_server, server_pids
+from ddpilot.launching.rank_server.client import RankServer, _servers, ensure_server, server_pids
 from tests.dist.launching.scripts import is_alive, run_script, wait_until
 
 MODULES = {
@@ -209,6 +209,29 @@ def test_ensure_server_keeps_one_server_per_environment() -> None:
     assert ensure_server({**environ, "SOME_PATH": "x"}, (), True) is server
     assert ensure_server({**environ, "OMP_NUM_THREADS": "3"}, (), True) is not server
     assert ensure_server(environ, (), True) is server
+
+
+def test_an_interrupt_while_a_server_is_looked_for_costs_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where its files are looked at, nor where another one is stopped: it is stopped with the next look."""
+    environ = dict(os.environ)
+    server = ensure_server(environ, (), True)
+
+    def interrupted(_: RankServer) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankServer, "is_fresh", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ensure_server(environ, (), True)
+    assert ensure_server(environ, (), True) is server
+    with monkeypatch.context() as patch:
+        patch.setattr(RankServer, "is_fresh", lambda _: False)
+        patch.setattr(RankServer, "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ensure_server(environ, (), True)
+    assert is_alive(server.pid)
+    assert ensure_server(environ, (), True) is not server
+    assert not is_alive(server.pid)
 
 
 def test_launch_starts_a_new_server_when_a_preloaded_module_changed(modules: Path) -> None:

@@ -139,8 +139,8 @@ class RankServer:
             self.stop()
 
     def is_running(self) -> bool:
-        """False after the server's process has exited."""
-        return self._process.poll() is None
+        """False after the server's process has exited, or once it has been retired."""
+        return not self._is_retired and self._process.poll() is None
 
     def is_fresh(self) -> bool:
         """True if the files of the modules that the server imported have not changed since."""
@@ -191,22 +191,20 @@ class _Servers:
         self.warm: list[RankServer] = []
 
     def get(self, key: ServerKey, environ: Mapping[str, str]) -> RankServer:
+        """Return the warm server of this `key`, or start it. Interrupted, it leaves no server that nobody stops."""
         with self.lock:
             # A server that was started before this process was forked belongs to the process that forked.
             self.warm = [server for server in self.warm if server.owner_pid == os.getpid()]
-            found: RankServer | None = None
             # Only the files of the server that is wanted are looked at: a thousand and more.
-            for server in [each for each in self.warm if not each.is_running() or each.key == key]:
+            stale = [each for each in self.warm if not each.is_running() or (each.key == key and not each.is_fresh())]
+            others = [each for each in self.warm if each not in stale and each.key != key]
+            found = next((each for each in self.warm if each not in stale and each.key == key), None)
+            found = found or RankServer(key, environ)
+            self.warm = [*stale, *others, found]
+            for server in [*stale, *others[: max(0, len(others) + 1 - _MAX_WARM)]]:
+                server.retire()
                 self.warm.remove(server)
-                if server.is_running() and server.is_fresh():
-                    found = server
-                else:
-                    server.retire()
-            self.warm.append(found or RankServer(key, environ))
-            for stale in self.warm[:-_MAX_WARM]:
-                stale.retire()
-            del self.warm[:-_MAX_WARM]
-            return self.warm[-1]
+            return found
 
     def stop_all(self) -> None:
         with self.lock:

@@ -13,9 +13,9 @@ import pytest
 from ddpilot.launching.shipping.memory_file import MemoryWriter, map_private
 
 
-def sealed(*pieces: bytes) -> tuple[int, list[int]]:
+def sealed(*pieces: bytes, name: str = "test") -> tuple[int, list[int]]:
     """A finished file that holds `pieces`, and where each lies."""
-    writer = MemoryWriter("test")
+    writer = MemoryWriter(name)
     offsets = [writer.write(piece).offset for piece in pieces]
     return writer.seal(), offsets
 
@@ -73,7 +73,7 @@ def test_memory_writer_leaves_no_descriptor_when_given_up() -> None:
 
 def test_map_private_is_unmapped_when_the_last_view_is_gone() -> None:
     """A slice keeps the mapping alive; without any, the memory is given back."""
-    fd, _ = sealed(b"x" * 100_000)
+    fd, _ = sealed(b"x" * 100_000, name="of_this_test_alone")
     name = os.readlink(f"/proc/self/fd/{fd}").partition(" ")[0]
     view = map_private(fd)[100:200]
     os.close(fd)
