@@ -38,8 +38,7 @@ def test_example_runs_by_clicks(example: Path, lab: Lab, open_tab: OpenNotebook)
     assert failed(cells) == tagged
     by_id = {cells[index].id: cells[index] for index in shown}
     assert find_differences(example, by_id) == {}, "run `make notebooks` and commit examples"
-    if example.stem == "interactive":
-        check_interactive(by_id)
+    {"interactive": check_interactive, "quickstart": check_quickstart}[example.stem](by_id)
 
     pattern, num_lines = LINES.get(example.stem, (LABELLED, 1))
     lines = {index: set(re.findall(pattern, text, re.MULTILINE)) for index, text in shown.items()}
@@ -55,6 +54,16 @@ def test_example_runs_by_clicks(example: Path, lab: Lab, open_tab: OpenNotebook)
         tab.photograph(f"{example.stem}-{theme.lower()}-lines", most)
         tab.photograph(f"{example.stem}-{theme.lower()}-plot", plots[0])
         tab.photograph(f"{example.stem}-{theme.lower()}")
+
+
+def check_quickstart(cells: dict[str, Any]) -> None:
+    """Both ranks print each epoch, accuracy is 97 % or more, and both end with the same parameters."""
+    for epoch in range(1, 11):
+        assert ranks_that_said(stream(cells["launch"]), f"epoch {epoch:2}: loss") == BOTH
+    said = re.fullmatch(r"test accuracy: ([\d.]+)%\n", stream(cells["accuracy"]))
+    assert said is not None
+    assert float(said[1]) >= 97
+    assert stream(cells["replicas-agree"]) == "both ranks ended with the same parameters\n"
 
 
 def check_interactive(cells: dict[str, Any]) -> None:
