@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import ddpilot
+from tests.each import for_each
 from tests.soak import IS_SOAK, often, soak
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +96,7 @@ def normalise(text: str) -> list[str]:
     return sorted(lines) if any(line.startswith("[rank") for line in lines) else lines
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each(PAGES, lambda page: page.relative_to(ROOT))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     """Every relative link names a file of the repository, and its anchor a heading of that file."""
     broken = []
@@ -325,7 +326,7 @@ OTHERS_TRAINER = ("lightning", "transformers")
 """Pages whose `trainer` is that of a different library."""
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "CHANGELOG"], ids=lambda page: page.stem)
+@for_each([page for page in PAGES if page.stem != "CHANGELOG"])
 def test_pages_call_methods_that_there_are(page: Path) -> None:
     """In programs, fragments and sentences; and a fragment that does not run here compiles."""
     text = page.read_text()
@@ -348,7 +349,7 @@ def test_pages_with_snippets_are_found() -> None:
     assert relative_links(ROOT / "README.md")
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda path: path.name)
+@for_each([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 def test_pages_name_no_path_of_a_machine(path: Path) -> None:
     """A reader's machine has other folders."""
     assert not re.search(r"/(root|home|work|Users)/", path.read_text())
@@ -438,7 +439,7 @@ def is_there(dotted: str) -> bool:
     return any(path.exists() and re.search(rf"\b{name}\b", path.read_text()) for path in sources)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *FINDING_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+@for_each([*PAGES, *FINDING_PAGES], lambda page: page.relative_to(ROOT))
 def test_modules_and_names_on_pages_exist_and_are_public(page: Path) -> None:
     """`ddpilot.x.y` is there; on a page for users it is a public name, or one of a public module."""
     names = [name[1:] for name in DOTTED.findall(page.read_text()) if name[1:] not in NO_MODULES]
@@ -452,7 +453,7 @@ def test_modules_and_names_on_pages_exist_and_are_public(page: Path) -> None:
     assert inside == [], "users import from `ddpilot` and its public modules only"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *FINDING_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+@for_each([*PAGES, *FINDING_PAGES], lambda page: page.relative_to(ROOT))
 def test_paths_on_pages_exist(page: Path) -> None:
     """A path of this repository in code font is there: from its root, or on pages for contributors from the package."""
     paths = [path for path in CODE_PATH.findall(page.read_text()) if path.split("/")[0] in known_folders(page)]
@@ -460,7 +461,7 @@ def test_paths_on_pages_exist(page: Path) -> None:
     assert page.name == "CHANGELOG.md" or gone == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, *FINDING_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+@for_each([*PAGES, *FINDING_PAGES], lambda page: page.relative_to(ROOT))
 def test_programs_and_commands_on_pages_exist(page: Path) -> None:
     """`python -m x.y` names a module of this repository, and `make x` in code font a verb of the Makefile."""
     text = page.read_text()
@@ -505,7 +506,7 @@ def test_map_of_rooms_is_what_the_packages_say() -> None:
     assert page == rooms.render_page(page), "run `make reference` and commit CONTRIBUTING.md"
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/**/__init__.py")), ids=lambda path: path.parent.name)
+@for_each(sorted(PACKAGE.glob("*/**/__init__.py")))
 def test_every_package_says_what_it_is_for_and_what_it_imports(path: Path) -> None:
     """In its docstring, whose first line is its row in the map."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -18,6 +18,7 @@ import pytest
 
 import ddpilot
 from ddpilot._project import PROJECT_URL
+from tests.each import for_each
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +39,7 @@ def read_reference() -> str:
     return "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
 
 
-@pytest.mark.parametrize("name", ddpilot.__all__)
+@for_each(ddpilot.__all__)
 def test_public_name_resolves_and_is_documented(name: str) -> None:
     """It comes from a module of ddpilot, has a docstring of its own, and stands in the reference."""
     value = getattr(ddpilot, name)

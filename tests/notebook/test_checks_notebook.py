@@ -67,14 +67,14 @@ def kernel() -> Iterator[Kernel]:
         assert kernel.run(VERIFIED.format(name="exact", factor=0)).error == ""
         there = FUNCTION.format(name="there", **WRONG) + VERIFIED.format(name="doubled", factor=1)
         made = kernel.run("%%ddp" + IMPORTS + there)
-        assert made.error + made.stderr == ""
+        assert made.failure == ""
         yield kernel
 
 
 def test_a_function_of_the_notebook_passes_all_rungs(kernel: Kernel) -> None:
     """The line has the result as its value, as text and HTML."""
     cell = kernel.run("%ddp doctor -n 2 --updates 2 --workers 0 right(epochs=1)")
-    assert cell.error + cell.stderr == ""
+    assert cell.failure == ""
     (data,) = [each["data"] for each in cell.outputs if "data" in each]
     assert "doctor right, 2 ranks: all rungs are ok; " in data["text/plain"]
     assert "clean-up" in data["text/html"]
@@ -103,7 +103,7 @@ def test_a_function_of_the_ranks_is_pulled(kernel: Kernel) -> None:
 def test_function_of_the_notebook_is_equal(kernel: Kernel) -> None:
     """The line has the result as its value, as text and HTML; the session is not touched."""
     cell = kernel.run("%ddp verify exact -n 2 --updates 3")
-    assert cell.error + cell.stderr == ""
+    assert cell.failure == ""
     (data,) = [each["data"] for each in cell.outputs if "data" in each]
     assert "verify exact, 1 and 2 ranks: equal" in data["text/plain"]
     assert "3 updates of 1 and 2 ranks" in data["text/plain"]

@@ -19,7 +19,7 @@ def kernel() -> Iterator[Kernel]:
     """A kernel with two ranks, and the names that most cells need."""
     with kernel_with_ranks() as kernel:
         named = kernel.run("%%ddp\nimport sys, time\nfrom IPython.display import HTML, clear_output, display")
-        assert named.error + named.stderr == ""
+        assert named.failure == ""
         yield kernel
 
 
@@ -358,7 +358,7 @@ def test_code_below_other_cell_magics_goes_to_the_ranks(auto: Kernel) -> None:
 def test_magics_that_set_up_run_everywhere(auto: Kernel) -> None:
     """A changed module is loaded again on the ranks, and a figure is drawn there."""
     set_up = auto.run("%load_ext autoreload\n%autoreload 2\n%matplotlib inline")
-    assert set_up.error + set_up.stderr == ""
+    assert set_up.failure == ""
     loaded = "'IPython.extensions.autoreload' in get_ipython().extension_manager.loaded"
     assert auto.run(loaded).by_rank == {0: ["True"], 1: ["True"]}
     assert auto.run(f"%%ddp --local\n{loaded}").shown == ["True"]

@@ -31,7 +31,7 @@ def kernel() -> Iterator[Kernel]:
     """A kernel with two ranks that have widgets."""
     with kernel_with_ranks() as kernel:
         named = kernel.run("%%ddp\nimport ipywidgets\nfrom tqdm.notebook import tqdm")
-        assert named.error + named.stderr == ""
+        assert named.failure == ""
         yield kernel
 
 

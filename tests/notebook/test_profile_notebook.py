@@ -78,7 +78,7 @@ def kernel() -> Iterator[Kernel]:
     with kernel_with_ranks() as kernel:
         for source in (MODEL, COUNT):
             made = kernel.run(source)
-            assert made.error + made.stderr == ""
+            assert made.failure == ""
         yield kernel
 
 
@@ -111,7 +111,7 @@ def test_the_value_can_be_plotted_saved_and_read(kernel: Kernel) -> None:
     """`_` is it, as after any cell."""
     kernel.run(RAW)
     cell = kernel.run("profile = _\nprofile.to_html('profile.html')\nprint(profile.summary.count('rank 1') > 2)")
-    assert cell.error + cell.stderr == ""
+    assert cell.failure == ""
     assert cell.stdout == "True\n"
     drawn = kernel.run("profile.plot()")
     assert "image/png" in shown(drawn)
@@ -141,7 +141,7 @@ def test_cells_in_turn_leave_no_hooks_behind(kernel: Kernel) -> None:
 def test_a_cell_without_updates_says_so(kernel: Kernel) -> None:
     """And so does one with too few; nothing else is shown."""
     cell = kernel.run("%%ddp --profile\nx = 1")
-    assert cell.error + cell.stderr == ""
+    assert cell.failure == ""
     assert "ddpilot: no profile: too few updates: no rank made one. Profile at least 6 updates: steps of" in cell.stdout
     assert kernel.run("%%ddp --profile named\nx = 1\n").error == ""
     assert kernel.run("print(named)").stdout == "None\n"

@@ -22,6 +22,7 @@ from ddpilot.findings.catalog import (
     make_finding,
     parse_page,
 )
+from tests.each import for_each
 
 SOURCE = Path(__file__).parents[3] / "src" / "ddpilot"
 PAGE = """# DDP999 a-name: What it is
@@ -122,7 +123,7 @@ def test_a_log_is_split_into_words_a_few_times_and_not_for_each_page() -> None:
     assert Log.num_splits <= 4
 
 
-@pytest.mark.parametrize("entry", all_entries(), ids=lambda entry: entry.code)
+@for_each(all_entries(), lambda entry: entry.code)
 def test_every_page_is_found_by_its_code_its_name_and_its_symptoms(entry: Entry) -> None:
     """Codes, names and symptoms are unique, and no section is empty."""
     assert find_entry(entry.code) is find_entry(entry.name) is find_entry(entry.code[3:]) is entry

@@ -7,14 +7,12 @@ import ast
 import builtins
 import re
 
-import pytest
-
 from ddpilot.findings.catalog import OTHER_CAUSES, SECTIONS, Entry, all_entries, find_entry
 from ddpilot.findings.page import FOOTER_HEADING, NAMES, blocks_of, full_text, render_page
 from ddpilot.lint.linter import LintOptions, lint_text
 from ddpilot.lint.rules import CODES
+from tests.each import for_each
 
-EACH = pytest.mark.parametrize("entry", all_entries(), ids=lambda entry: entry.code)
 LANGUAGES = {"python", "console", "bash"}
 MAX_WORDS = 30
 MAX_LINES = 24
@@ -41,7 +39,7 @@ def sentences_of(text: str) -> list[str]:
     return found
 
 
-@EACH
+@for_each(all_entries(), lambda entry: entry.code)
 def test_page_has_wrong_and_right_code(entry: Entry) -> None:
     """A block of each, of a known language and short enough to read."""
     for heading in ("Wrong", "Right"):
@@ -55,7 +53,7 @@ def test_page_has_wrong_and_right_code(entry: Entry) -> None:
     assert entry.section("Wrong") != entry.section("Right")
 
 
-@EACH
+@for_each(all_entries(), lambda entry: entry.code)
 def test_python_of_a_page_compiles_and_uses_known_names(entry: Entry) -> None:
     """No block has a misspelt name: what it does not define is among the names that all blocks share."""
     for heading in SECTIONS:
@@ -83,21 +81,21 @@ def unknown_in(tree: ast.Module) -> set[str]:
     return read - bound - GIVEN
 
 
-@EACH
+@for_each(all_entries(), lambda entry: entry.code)
 def test_cause_is_one_short_sentence(entry: Entry) -> None:
     """A report quotes it as `why:`."""
     (sentence,) = sentences_of(entry.section("Why it happens").partition("\n\n")[0])
     assert len(sentence.split()) <= MAX_WORDS
 
 
-@EACH
+@for_each(all_entries(), lambda entry: entry.code)
 def test_sentences_are_short(entry: Entry) -> None:
     """In all sections."""
     long = [each for each in sentences_of(entry.text) if len(each.split()) > MAX_WORDS]
     assert long == []
 
 
-@EACH
+@for_each(all_entries(), lambda entry: entry.code)
 def test_title_is_capitalised_and_sources_are_links(entry: Entry) -> None:
     """A page of ours is no source."""
     assert entry.title[0].isupper() or entry.title.startswith(("`", "'"))
@@ -108,14 +106,14 @@ def test_title_is_capitalised_and_sources_are_links(entry: Entry) -> None:
     assert "docs/" not in re.sub(r"https://\S+", "", entry.text)
 
 
-@pytest.mark.parametrize("code", sorted(set(CODES) - set(NEEDS_CELLS)))
+@for_each(sorted(set(CODES) - set(NEEDS_CELLS)))
 def test_linter_reports_the_wrong_code(code: str) -> None:
     """Each wrong block has the fault."""
     for _, text in blocks_of(find_entry(code), "Wrong"):
         assert code in {each.code for each in lint_text(text, "train.py", LintOptions())}
 
 
-@EACH
+@for_each(all_entries(), lambda entry: entry.code)
 def test_linter_is_silent_on_right_code(entry: Entry) -> None:
     """No right block has this fault or a different one."""
     for language, text in blocks_of(entry, "Right"):
@@ -123,7 +121,7 @@ def test_linter_is_silent_on_right_code(entry: Entry) -> None:
             assert [each.code for each in lint_text(text, "train.py", LintOptions())] == []
 
 
-@EACH
+@for_each(all_entries(), lambda entry: entry.code)
 def test_page_names_what_reports_the_finding(entry: Entry) -> None:
     """The linter exactly; the footer has a command for each, once."""
     assert ("lint" in entry.found_by) == (entry.code in CODES)
@@ -134,7 +132,7 @@ def test_page_names_what_reports_the_finding(entry: Entry) -> None:
     assert whole.count(NAMES) <= 1
 
 
-@EACH
+@for_each(all_entries(), lambda entry: entry.code)
 def test_page_in_a_terminal_has_no_fences(entry: Entry) -> None:
     """Code is indented; only a terminal with colors gets escapes."""
     shown = render_page(entry)
