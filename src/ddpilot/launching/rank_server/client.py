@@ -191,7 +191,7 @@ class _Servers:
         self.warm: list[RankServer] = []
 
     def get(self, key: ServerKey, environ: Mapping[str, str]) -> RankServer:
-        """Return the warm server of this `key`, or start it. Interrupted, it leaves no server that nobody stops."""
+        """Return the warm server of this `key`, or start it. If interrupted, it leaves every server in the list."""
         with self.lock:
             # A server that was started before this process was forked belongs to the process that forked.
             self.warm = [server for server in self.warm if server.owner_pid == os.getpid()]
