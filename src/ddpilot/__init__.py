@@ -94,12 +94,12 @@ if TYPE_CHECKING:
     from ddpilot.training.models.parameters import ParameterCount, count_parameters, freeze, unfreeze
     from ddpilot.training.models.sharding import ParameterSharding
     from ddpilot.training.options import CheckpointOptions
-    from ddpilot.training.step.averaging import Averaging
+    from ddpilot.training.step.weight_averages import Averaging
 
 _HOMES = {
     "App": "ddpilot.session.apps",
     "AppContext": "ddpilot.session.apps",
-    "Averaging": "ddpilot.training.step.averaging",
+    "Averaging": "ddpilot.training.step.weight_averages",
     "BatchSizeSearch": "ddpilot.training.batch_size",
     "Callback": "ddpilot.trainer.callback",
     "CellResult": "ddpilot.session.session",

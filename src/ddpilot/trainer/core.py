@@ -29,8 +29,8 @@ from ddpilot.training.models.explain import Explanation
 from ddpilot.training.models.optimizers import requires_closure
 from ddpilot.training.options import Interval, check_clipping, naming_arguments
 from ddpilot.training.step.accumulation import Accumulate, AccumulationSchedule
-from ddpilot.training.step.averaging import Averaging
 from ddpilot.training.step.precision import Kind
+from ddpilot.training.step.weight_averages import Averaging
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,7 +20,7 @@ from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.history import BOOKKEEPING
 from ddpilot.training.loop import Loop
 from ddpilot.training.options import EACH_EPOCH, CheckpointOptions, Interval
-from ddpilot.training.step.averaging import WeightAverage
+from ddpilot.training.step.weight_averages import WeightAverage
 
 FITTING = "starting a fit"
 """What errors state as the failed action."""

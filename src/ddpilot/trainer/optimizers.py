@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot.errors import LoopError
 from ddpilot.trainer.checks import MAKING, suggest
 from ddpilot.training.models.registry import parameters_of
-from ddpilot.training.step.averaging import Averaging, WeightAverage
+from ddpilot.training.step.weight_averages import Averaging, WeightAverage
 
 _ONLY = "optimizer"
 

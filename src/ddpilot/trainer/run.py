@@ -20,7 +20,7 @@ from ddpilot.training.evaluation.evaluate import in_mode
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.options import EACH_EPOCH, Interval
-from ddpilot.training.step.averaging import WeightAverage
+from ddpilot.training.step.weight_averages import WeightAverage
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """Takes a model and a batch, and returns (output, target), the arguments of loss and metrics."""

@@ -34,8 +34,8 @@ from ddpilot.training.models.sharding import ParameterSharding
 from ddpilot.training.notices import locating, note_failures
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
 from ddpilot.training.step.accumulation import Accumulate, Accumulation
-from ddpilot.training.step.averaging import Averaging, WeightAverage
 from ddpilot.training.step.precision import Kind
+from ddpilot.training.step.weight_averages import Averaging, WeightAverage
 
 
 @locating

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import full_state
 from ddpilot.training.models.sharding import ParameterSharding, local_parts
-from ddpilot.training.step.averaging import Averaging
+from ddpilot.training.step.weight_averages import Averaging
 from tests.dist.training.bodies import launch
 from tests.soak import often
 

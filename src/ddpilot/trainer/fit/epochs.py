@@ -21,7 +21,7 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.models.registry import parameters_of
 from ddpilot.training.options import EACH_UPDATE
-from ddpilot.training.step.averaging import WeightAverage
+from ddpilot.training.step.weight_averages import WeightAverage
 
 
 class FitEpochs:

@@ -24,9 +24,9 @@ from ddpilot.training.resume.checkpointer import RunCheckpointer
 from ddpilot.training.resume.position import RunPosition
 from ddpilot.training.resume.tracked_state import TrackedState
 from ddpilot.training.step.accumulation import Accumulate, AccumulationSchedule
-from ddpilot.training.step.averaging import LocalUpdates, WeightAverages
 from ddpilot.training.step.precision import Kind, Precision
 from ddpilot.training.step.update import UpdateState
+from ddpilot.training.step.weight_averages import LocalUpdates, WeightAverages
 
 
 class LoopParts:

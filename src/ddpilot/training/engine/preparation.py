@@ -29,7 +29,7 @@ from ddpilot.training.models.sharding import (
     shard_parameters,
 )
 from ddpilot.training.resume.tracked_state import has_state
-from ddpilot.training.step.averaging import Averaging, WeightAverage
+from ddpilot.training.step.weight_averages import Averaging, WeightAverage
 
 
 class Preparation:

@@ -17,7 +17,7 @@ import ddpilot
 from ddpilot import Averaging, FakeGroup
 from ddpilot.errors import LoopError
 from ddpilot.training.loop import Loop
-from ddpilot.training.step.averaging import WeightAverage
+from ddpilot.training.step.weight_averages import WeightAverage
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 DATA = TensorDataset(torch.ones(5, 1), torch.ones(5, 1))
