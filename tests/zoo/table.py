@@ -64,7 +64,9 @@ class Row:
     @property
     def found(self) -> str:
         """Code and ranks of the finding that is expected, or what came in its place."""
-        hit = next((finding for finding in self.watched.findings if finding.code == self.case.code), None)
+        hit = next(
+            (finding for finding in self.watched.findings if finding.code in (self.case.code, self.case.other)), None
+        )
         if hit is not None:
             ranks = ",".join(map(str, hit.ranks))
             return f"{hit.code} {hit.name}{f', rank {ranks}' if ranks else ''}"

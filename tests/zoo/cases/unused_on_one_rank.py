@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A branch that depends on the data leaves a head out on one rank."""
+"""A branch that depends on the data leaves a head out on one rank.
+
+Its next forward pass raises, for which DDP308 names the parameters; DDP212 compares with rank 0, once that is there.
+"""
 
 # without: error
-# finding: DDP212, rank 1
+# finding: DDP212 or DDP308, rank 1
 
 import torch
 import torch.distributed as dist
