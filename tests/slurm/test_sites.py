@@ -64,11 +64,15 @@ def type_block(cluster: Cluster, terminal: Terminal, block: str, jobs: dict[str,
         assert is_like(_plain(printed, {}), _plain(expected, jobs)), f"`{typed}` printed\n{printed}"
 
 
+def _label(line: str) -> str:
+    return re.split(r"[]:]", line)[0]
+
+
 def _plain(text: str, jobs: Mapping[str, str]) -> str:
     """Without empty lines and pending jobs, each rank's lines apart, with the numbers of jobs that Slurm chose."""
     text = re.sub(r"\n+", "\n", _PENDING.sub("", text)).lstrip("\n")
     text = re.sub(r"^.*$", lambda found: "\n".join(by_rank(found[0])), text, flags=re.M)
-    text = _IN_ANY_ORDER.sub(lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text)
+    text = _IN_ANY_ORDER.sub(lambda found: "".join(sorted(found[0].splitlines(keepends=True), key=_label)), text)
     return _JOB.sub(lambda found: found[0].replace(found[1], jobs.get(found[1], found[1])), text)
 
 
