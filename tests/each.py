@@ -25,7 +25,7 @@ def for_each(
             for value in kept:
                 try:
                     test(value)
-                except Exception as error:  # noqa: BLE001  # told below, with the first one's traceback
+                except Exception as error:  # noqa: BLE001  # reported below, with the first one's traceback
                     failed[str(name(value))] = error
             if failed:
                 texts = (f"{which}: {type(error).__name__}: {error}" for which, error in failed.items())

@@ -368,9 +368,9 @@ class SpoiledNote(SiteNote):
     backward: int
     parameters: list[str]
     device: str
-    """The type of device of the first of them."""
+    """Type of the device of the first parameter that is not on the CPU; "cpu" if all are there."""
     group: str
-    """The group of the DDP model that has one of them, see `describe_group`; empty if none has."""
+    """Process group of the DDP model that owns one of them, see `describe_group`; empty if none does."""
 
 
 class FaultNote(TypedDict):

@@ -60,11 +60,11 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
         firsts = {rank: _first_of_step(mine, last) for rank, mine in self._seen.items() if last in mine}
         begun = min(firsts.values(), default=last)
         origins = {rank: self._seen[rank][begun] for rank, at in sorted(firsts.items()) if at == begun}
-        unknown = self._not_known(spoiled).difference(by_rank, firsts)
+        unknown = self._members(note for _, note in by_rank.values()).difference(by_rank, firsts)
         evidence = [_describe(rank, note) for rank, note in list(origins.items())[:8]]
         others = [rank for rank in by_rank if rank not in origins]
         if unknown:
-            evidence.append(f"nothing has come from {render_ranks(sorted(unknown))}, where it may have begun before")
+            evidence.append(f"values of {render_ranks(sorted(unknown))} are missing; it may have begun there earlier")
         elif others and origins:
             evidence.append(f"on {render_ranks(others)} loss and gradients were finite before they were averaged")
         evidence.append(f"weights that are not finite since that step: {some(spoiled['parameters'])}")
@@ -80,9 +80,10 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
             evidence=tuple(evidence),
         )
 
-    def _not_known(self, spoiled: SpoiledNote) -> set[int]:
-        """Return the ranks whose notes may be missing: a rank reads the numbers of its device when they arrive."""
-        return set() if spoiled["device"] == "cpu" else {*ranks_of(spoiled["group"], self._context.world_size)}
+    def _members(self, notes: Iterable[SpoiledNote]) -> set[int]:
+        """Return the ranks that train the same model on a device, of which a rank reads the values when they arrive."""
+        groups = {note["group"] for note in notes if note["device"] != "cpu"}
+        return {rank for group in groups for rank in ranks_of(group, self._context.world_size)}
 
 
 def _first_of_step(mine: dict[int, NotFiniteNote], last: int) -> int:

@@ -92,9 +92,9 @@ def bad(rank: int, backward: int, loss: str = "nan") -> Note:
     return (rank, "not_finite", {"backward": backward, "loss": loss, "site": SITE, **where})
 
 
-def spoiled(rank: int, backward: int, device: str = "cpu") -> Note:
+def spoiled(rank: int, backward: int, device: str = "cpu", group: str = "world") -> Note:
     """The step after `backward` made weights of `rank` non-finite."""
-    where = {"device": device, "group": "world", "site": SITE}
+    where = {"device": device, "group": group, "site": SITE}
     return (rank, "spoiled", {"backward": backward, "parameters": ["0.weight"], **where})
 
 
@@ -121,9 +121,22 @@ def test_no_rank_is_told_to_be_the_first_if_numbers_of_a_device_are_missing() ->
     """Rank 1 may have seen it in a backward before, and been killed; of a number on the CPU, it would have noted it."""
     (finding,) = judge(NotFinite, [bad(0, 6), spoiled(0, 6, "cuda")])
     assert "it began" not in finding.summary
-    assert "nothing has come from rank 1, where it may have begun before" in finding.evidence
+    assert "values of rank 1 are missing; it may have begun there earlier" in finding.evidence
     (finding,) = judge(NotFinite, [bad(0, 6), spoiled(0, 6)])
     assert "it began on rank 0" in finding.summary
+
+
+def test_values_are_missing_of_a_rank_in_any_of_the_groups() -> None:
+    """Rank 3 was killed, and the lowest rank is in another group; a rank outside of all groups is not waited for."""
+    notes = [
+        note for rank in (0, 1, 2) for note in (bad(rank, 6), spoiled(rank, 6, "cuda", "0,2" if rank != 1 else "1,3"))
+    ]
+    rule = NotFinite(RuleContext(world_size=5, log=no_log, sources=dict))
+    for rank, kind, values in notes:
+        rule.feed(rank, make_entry(kind, values, SECOND))
+    (finding,) = rule.look(10 * SECOND)
+    assert "it began" not in finding.summary
+    assert "values of rank 3 are missing; it may have begun there earlier" in finding.evidence
 
 
 def test_what_is_not_finite_is_told_of_its_first_backward_in_an_accumulated_step() -> None:

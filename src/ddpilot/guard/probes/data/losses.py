@@ -51,8 +51,8 @@ class _Backward:
 class LossObserver:
     """The part of the data probe that looks for non-finite values.
 
-    Values on a device are checked once they have been copied, without waiting: in one of the next steps, the last of
-    them when the probe stops. Of more than 64 that are on their way, the first are kept: there it began.
+    Values on a device are checked without waiting, in a later step or when the probe stops. At most 64 are in flight;
+    further ones are not checked.
     """
 
     def __init__(self, notes: Notes, position: Position) -> None:
@@ -80,7 +80,7 @@ class LossObserver:
             around(torch.autograd, "backward", before=self._begins, after=self._poll),
             around(DistributedDataParallel, "__init__", returned=self._made),
             self._let_go,
-            self._notes.safely(self._poll),  # called first
+            self._notes.safely(self._poll),  # runs first: the list is called from its end
         ]
 
     def _let_go(self) -> None:
@@ -191,7 +191,7 @@ class LossObserver:
         note = SpoiledNote(
             backward=self._suspected or self._number,
             parameters=names + more,
-            device=parameters[0].device.type,
+            device=next((one.device.type for one in parameters if not one.is_cpu), "cpu"),
             group=next((owners[id(one)][1] for one in parameters if id(one) in owners), ""),
             site=self._notes.site(),
         )
