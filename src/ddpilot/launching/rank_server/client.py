@@ -167,6 +167,7 @@ class RankServer:
 
     def stop(self) -> None:
         """Stop the server and every process it runs."""
+        self._is_retired = True  # if interrupted, it is not used again
         self._channel.close()
         try:
             self._process.wait(timeout=5)

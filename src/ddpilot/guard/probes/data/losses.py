@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import cmath
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -80,8 +81,12 @@ class LossObserver:
             around(torch.autograd, "backward", before=self._begins, after=self._poll),
             around(DistributedDataParallel, "__init__", returned=self._made),
             self._let_go,
-            self._notes.safely(self._poll),  # runs first: the list is called from its end
+            self._notes.safely(self._read_last),  # runs first: the list is called from its end
         ]
+
+    def _read_last(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the device has failed, as the program's own error says
+            self._poll()
 
     def _let_go(self) -> None:
         while self._handles:
