@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 
@@ -21,11 +23,11 @@ def for_each(
     def decorate(test: Callable[[T], None]) -> Callable[[], None]:
         @functools.wraps(test)
         def test_each() -> None:
-            failed: dict[str, Exception] = {}
+            failed: dict[str, BaseException] = {}
             for value in kept:
                 try:
                     test(value)
-                except Exception as error:  # noqa: BLE001  # reported below, with the first one's traceback
+                except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  # reported below, with the first one's traceback
                     failed[str(name(value))] = error
             if failed:
                 texts = (f"{which}: {type(error).__name__}: {error}" for which, error in failed.items())

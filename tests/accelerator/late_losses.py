@@ -17,8 +17,11 @@ from ddpilot.record.journal import read_journal
 PROBES = ("ddpilot.guard.probes.data.probe:DataProbe",)
 
 
-def noted_lines() -> list[list[str]]:
-    """What was not finite, and the line that is named for it; the device stands still for a step after its backward."""
+def noted() -> dict[str, list[list[Any]]]:
+    """What was not finite and the line that is named for it, and up to which backward all was read.
+
+    The device stands still for a step after its backward.
+    """
     weight = torch.nn.Parameter(torch.ones(2, device="emu"))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with tempfile.TemporaryDirectory() as folder:
@@ -33,8 +36,12 @@ def noted_lines() -> list[list[str]]:
         optimizer.zero_grad()
         (torch.ones(1, requires_grad=True) * 2).sum().backward()  # type: ignore[no-untyped-call]
         stop()
-        entries = [entry.values for entry in read_journal(journal).entries if entry.kind == "not_finite"]
-    return [[values["loss"], linecache.getline(__file__, values["site"]["line"]).strip()] for values in entries]
+        entries = read_journal(journal).entries
+    bad = [entry.values for entry in entries if entry.kind == "not_finite"]
+    return {
+        "bad": [[values["loss"], linecache.getline(__file__, values["site"]["line"]).strip()] for values in bad],
+        "checked": [[entry.values["backward"]] for entry in entries if entry.kind == "checked"],
+    }
 
 
 def _fail(text: str) -> None:

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 
 def test_a_loss_that_is_read_late_is_noted_with_the_line_of_its_backward() -> None:
-    """Whatever line runs when its number arrives."""
-    found = call("tests.accelerator.late_losses:noted_lines", limit_s=100)
-    assert found == [["nan", "loss.backward()  # the bad one"]]
+    """Whatever line runs when its number arrives. At the end, the last backward of which all was read is noted."""
+    found = call("tests.accelerator.late_losses:noted", limit_s=100)
+    assert found == {"bad": [["nan", "loss.backward()  # the bad one"]], "checked": [[2]]}
 
 
 def test_fingerprints_are_those_of_the_cpu_and_nothing_waits_for_them() -> None:

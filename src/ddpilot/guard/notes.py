@@ -352,20 +352,30 @@ class NormsNote(SiteNote):
     rows: list[int]
 
 
-class NotFiniteNote(SiteNote, BatchKey):
+class BackwardNote(TypedDict):
+    """A backward of this process.
+
+    Also: the losses and gradients of a device were checked up to this backward, or not all of those of this backward.
+    """
+
+    training: int
+    """Counts, from 1, the DDP models that this process has made over the process group of the last one; 0: none yet."""
+    backward: int
+    """Counts backwards from 1 since the last of these models was made, which all ranks of its group do together."""
+
+
+class NotFiniteNote(SiteNote, BackwardNote, BatchKey):
     """A loss or gradient was not finite in a backward."""
 
-    backward: int
     loss: str
     """The loss; empty if it was the gradient."""
     indices: Sequence[int]
     """The first samples of the batch."""
 
 
-class SpoiledNote(SiteNote):
+class SpoiledNote(SiteNote, BackwardNote):
     """An optimizer step has written non-finite values into parameters."""
 
-    backward: int
     parameters: list[str]
     device: str
     """Type of the device of the first parameter that is not on the CPU; "cpu" if all are there."""
@@ -414,6 +424,8 @@ NOTES: Mapping[str, type] = {
     "norms": NormsNote,
     "not_finite": NotFiniteNote,
     "spoiled": SpoiledNote,
+    "checked": BackwardNote,
+    "unchecked": BackwardNote,
     "fault": FaultNote,
 }
 """Fields of each kind of note."""

@@ -10,6 +10,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+if rank == 1:  # backwards that a rank makes alone, before the model of all ranks is made
+    for _ in range(2):
+        torch.nn.Linear(4, 2)(torch.ones(1, 4)).sum().backward()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

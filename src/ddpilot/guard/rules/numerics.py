@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.notes import MIN_NORM_SAMPLES, NormsNote, NotFiniteNote, SpoiledNote
+from ddpilot.guard.notes import MIN_NORM_SAMPLES, BackwardNote, NormsNote, NotFiniteNote, SpoiledNote
 from ddpilot.guard.rules.rule import (
     NS_PER_S,
     BoundedDict,
@@ -23,6 +23,9 @@ from ddpilot.record.journal import Entry
 
 _MAX_BACKWARDS = 64
 
+_Key = tuple[int, int]
+"""Training and backward of a note."""
+
 
 class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
     """Reports where non-finite values began, once an optimizer step has written them into finite weights.
@@ -31,40 +34,54 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
     (number of the report, note).
     """
 
-    kinds = ("not_finite", "spoiled")
+    kinds = ("not_finite", "spoiled", "checked", "unchecked")
     patience_ns = 5 * NS_PER_S
     """All ranks of a DDP model note it; where it began is known from all of them, and one of them may be slow."""
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._seen: dict[int, BoundedDict[int, NotFiniteNote]] = {}
+        self._seen: dict[int, BoundedDict[_Key, NotFiniteNote]] = {}
+        self._checked: dict[int, _Key] = {}  # by rank, the last backward up to which all values on a device were read
+        self._unchecked: dict[int, BoundedDict[_Key, None]] = {}
         self._num_noted: dict[int, int] = {}
         self._num_found = 0
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        if entry.kind == "not_finite":
-            mine = self._seen.setdefault(rank, BoundedDict(_MAX_BACKWARDS))
-            mine[entry.values["backward"]] = entry.values
+        note = entry.values
+        training, backward = key = _key_of(note)
+        if entry.kind == "unchecked":
+            self._unchecked.setdefault(rank, BoundedDict(_MAX_BACKWARDS))[key] = None
+        elif entry.kind == "checked":
+            self._checked[rank] = key
         else:
+            self._checked[rank] = training, backward - 1  # values are read in their order
+        if entry.kind == "not_finite":
+            self._seen.setdefault(rank, BoundedDict(_MAX_BACKWARDS))[key] = note
+        elif entry.kind == "spoiled":
             # A rank may have missed an earlier one, if it stopped before its own loss was not finite.
             number = max(self._num_noted.get(rank, 0), self._num_found)
             self._num_noted[rank] = number + 1
-            self._wait(number, rank, (number, entry.values), entry.time_ns)
+            self._wait(number, rank, (number, note), entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, tuple[int, SpoiledNote]]) -> Finding:
         number, spoiled = next(iter(by_rank.values()))
         self._num_found = max(self._num_found, 1 + number)
         # A rank whose own loss was finite notices it only in its next backward.
-        last = min(note["backward"] for _, note in by_rank.values())
-        firsts = {rank: _first_of_step(mine, last) for rank, mine in self._seen.items() if last in mine}
+        last = min(_key_of(note) for _, note in by_rank.values())
+        is_counted_alike = all(note["training"] == last[0] for _, note in by_rank.values())
+        seen = self._seen.items() if is_counted_alike else ()
+        firsts = {rank: _first_of_step(mine, last) for rank, mine in seen if last in mine}
         begun = min(firsts.values(), default=last)
         origins = {rank: self._seen[rank][begun] for rank, at in sorted(firsts.items()) if at == begun}
-        unknown = self._members(note for _, note in by_rank.values()).difference(by_rank, firsts)
+        members = self._members(note for _, note in by_rank.values()) if is_counted_alike else ()
+        unknown = [rank for rank in members if rank not in firsts and not self._has_checked(rank, begun, last)]
         evidence = [_describe(rank, note) for rank, note in list(origins.items())[:8]]
         others = [rank for rank in by_rank if rank not in origins]
+        if not is_counted_alike:
+            evidence.append("where it began is not known: the ranks made different numbers of DDP models before")
         if unknown:
-            evidence.append(f"values of {render_ranks(sorted(unknown))} are missing; it may have begun there earlier")
+            evidence.append(f"values of {render_ranks(unknown)} are missing; it may have begun there earlier")
         elif others and origins:
             evidence.append(f"on {render_ranks(others)} loss and gradients were finite before they were averaged")
         evidence.append(f"weights that are not finite since that step: {some(spoiled['parameters'])}")
@@ -73,24 +90,34 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
         site = next((note["site"] for note in origins.values()), {})
         return make_finding(
             "DDP409",
-            summary=f"weights are not finite since backward {begun}"
+            summary=f"weights are not finite since backward {begun[1]}"
             + (f"; it began on {render_ranks(ranks)}" if is_known else ""),
             ranks=ranks,
             line=place_of(site) or place_of(spoiled["site"]),
             evidence=tuple(evidence),
         )
 
-    def _members(self, notes: Iterable[SpoiledNote]) -> set[int]:
+    def _has_checked(self, rank: int, begun: _Key, last: _Key) -> bool:
+        """True if `rank` has read all values of the backwards from `begun` to `last`."""
+        is_complete = not any(begun <= one <= last for one in self._unchecked.get(rank, ()))
+        return is_complete and self._checked.get(rank, (0, 0)) >= last
+
+    def _members(self, notes: Iterable[SpoiledNote]) -> list[int]:
         """Return the ranks that train the same model on a device, of which a rank reads the values when they arrive."""
         groups = {note["group"] for note in notes if note["device"] != "cpu"}
-        return {rank for group in groups for rank in ranks_of(group, self._context.world_size)}
+        return sorted({rank for group in groups for rank in ranks_of(group, self._context.world_size)})
 
 
-def _first_of_step(mine: dict[int, NotFiniteNote], last: int) -> int:
+def _key_of(note: BackwardNote) -> _Key:
+    return note["training"], note["backward"]
+
+
+def _first_of_step(mine: Mapping[_Key, NotFiniteNote], last: _Key) -> _Key:
     """Return the first of the consecutive backwards up to `last`, which belong to one accumulated step."""
-    while last - 1 in mine:
-        last -= 1
-    return last
+    training, backward = last
+    while (training, backward - 1) in mine:
+        backward -= 1
+    return training, backward
 
 
 def _describe(rank: int, note: NotFiniteNote) -> str:

@@ -86,16 +86,21 @@ def test_batch_norm_is_told_below_16_samples(rows: list[int], is_told: bool) -> 
     assert bool(judge(SmallBatchNorm, notes)) == is_told
 
 
-def bad(rank: int, backward: int, loss: str = "nan") -> Note:
+def bad(rank: int, backward: int, loss: str = "nan", training: int = 1) -> Note:
     """Loss, or with an empty one the gradient, of `rank` is not finite."""
     where = {"loader": 1, "pass": 2, "batch": 7, "indices": [3, 4]}
-    return (rank, "not_finite", {"backward": backward, "loss": loss, "site": SITE, **where})
+    return (rank, "not_finite", {"training": training, "backward": backward, "loss": loss, "site": SITE, **where})
 
 
-def spoiled(rank: int, backward: int, device: str = "cpu", group: str = "world") -> Note:
+def spoiled(rank: int, backward: int, device: str = "cpu", group: str = "world", training: int = 1) -> Note:
     """The step after `backward` made weights of `rank` non-finite."""
     where = {"device": device, "group": group, "site": SITE}
-    return (rank, "spoiled", {"backward": backward, "parameters": ["0.weight"], **where})
+    return (rank, "spoiled", {"training": training, "backward": backward, "parameters": ["0.weight"], **where})
+
+
+def read(rank: int, kind: str, backward: int) -> Note:
+    """What `rank` has "checked", or left "unchecked"."""
+    return (rank, kind, {"training": 1, "backward": backward})
 
 
 def test_what_is_not_finite_is_told_of_the_rank_that_was_first() -> None:
@@ -124,6 +129,34 @@ def test_no_rank_is_told_to_be_the_first_if_numbers_of_a_device_are_missing() ->
     assert "values of rank 1 are missing; it may have begun there earlier" in finding.evidence
     (finding,) = judge(NotFinite, [bad(0, 6), spoiled(0, 6)])
     assert "it began on rank 0" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("notes", "is_known"),
+    [
+        ([read(1, "checked", 6)], True),
+        ([read(1, "checked", 5)], False),
+        ([bad(1, 7)], True),
+        ([read(1, "unchecked", 6), bad(1, 7)], False),
+        ([read(1, "unchecked", 5), bad(1, 7)], True),
+    ],
+    ids=["all read", "not all read", "a later one", "one left out", "an earlier one left out"],
+)
+def test_a_rank_that_made_no_weights_non_finite_is_known_to_be_later(notes: list[Note], is_known: bool) -> None:
+    """If it has read all numbers of its device up to that backward, as it does when it exits after the last step."""
+    for order in ([bad(0, 6), spoiled(0, 6, "cuda"), *notes], [*notes, bad(0, 6), spoiled(0, 6, "cuda")]):
+        (finding,) = judge(NotFinite, order)
+        assert ("it began on rank 0" in finding.summary) == is_known
+        assert ("values of rank 1 are missing; it may have begun there earlier" in finding.evidence) == (not is_known)
+
+
+def test_no_rank_is_told_to_be_the_first_if_the_ranks_count_differently() -> None:
+    """Rank 1 was started again, and counts the models that it makes from 1."""
+    notes = [bad(0, 6, training=2), spoiled(0, 6, training=2), bad(1, 7), spoiled(1, 7)]
+    (finding,) = judge(NotFinite, notes)
+    assert finding.ranks == (0, 1)
+    assert "it began" not in finding.summary
+    assert "where it began is not known" in finding.evidence[0]
 
 
 def test_values_are_missing_of_a_rank_in_any_of_the_groups() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import cmath
 import contextlib
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddpilot.guard.notes import BatchKey, NotFiniteNote, Site, SpoiledNote
+from ddpilot.guard.notes import BackwardNote, BatchKey, NotFiniteNote, Site, SpoiledNote
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import LoadedBatch, Position
+from ddpilot.guard.probes.process_groups import describe_group
 from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.record.accelerator import HostCopies, HostCopy, is_capturing
 
 _NUM_CANDIDATES = 8
 _MAX_NOTED = 64
 _MAX_NAMED = 20
-_MAX_PENDING = 64
+_MAX_PENDING = 1024
+"""CUDA has the host wait once about 1024 launches are queued, and each value takes more than one."""
 _MAX_GRADIENTS = 64
 _MAX_KEPT = 1 << 16
 """Maximum number of elements of a gradient that is kept until it is checked: holding a reference makes torch copy
@@ -36,38 +38,41 @@ it."""
 class _Backward:
     """One backward pass: its number, the batch of the last forward before it, and its line."""
 
-    number: int
+    number: BackwardNote
     used: LoadedBatch | None
     site: Site
     is_noted: bool = False
+    is_skipped: bool = False
 
     def note(self, loss: str) -> NotFiniteNote:
         """Return the note for a `loss` that is not finite, or for a gradient if `loss` is empty."""
         used = self.used
         key: BatchKey = used.key if used is not None else {}
         indices = used.indices if used is not None else ()
-        return NotFiniteNote(backward=self.number, loss=loss, indices=indices, site=self.site, **key)
+        return NotFiniteNote(**self.number, loss=loss, indices=indices, site=self.site, **key)
 
 
 class LossObserver:
     """The part of the data probe that looks for non-finite values.
 
-    Values on a device are checked without waiting, in a later step or when the probe stops. At most 64 are in flight;
-    further ones are not checked.
+    Values on a device are checked without waiting, in a later step or when the probe stops. At most 1024 are in
+    flight; further ones are not checked, which is noted.
     """
 
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
         self._position = position
-        self._number = 0  # number of this backward
+        self._num_models: Counter[str] = Counter()  # models made, by process group
+        self._training = 0  # number of the last model among those of its group
+        self._number = 0  # number of this backward since that model was made
         self._used: LoadedBatch | None = None
         self._backward: _Backward | None = None  # created on demand, which is rare on the CPU
         self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
         self._copies = HostCopies()
         self._pending: deque[tuple[HostCopy, _Backward, str]] = deque()
         self._num_noted = 0
-        self._has_device_model = False
-        self._suspected = 0  # number of the backward whose step's weights have not been checked
+        self._has_device_model = self._has_device_values = False
+        self._suspected: BackwardNote | None = None  # the backward whose step's weights have not been checked
         self._spoiled: Any = WeakTensorKeyDictionary()  # the parameters that a step has made non-finite
         self._is_spoiled = False  # whatever is not finite now may be a consequence of what has been reported
         self._handles: list[Any] = []
@@ -79,7 +84,7 @@ class LossObserver:
         return [
             handle.remove,
             around(torch.autograd, "backward", before=self._begins, after=self._poll),
-            around(DistributedDataParallel, "__init__", returned=self._made),
+            around(DistributedDataParallel, "__init__", before=self._poll, returned=self._made),
             self._let_go,
             self._notes.safely(self._read_last),  # runs first: the list is called from its end
         ]
@@ -87,6 +92,8 @@ class LossObserver:
     def _read_last(self) -> None:
         with contextlib.suppress(RuntimeError):  # the device has failed, as the program's own error says
             self._poll()
+            if self._has_device_values and not self._pending:
+                self._notes.write("checked", self._present_number())
 
     def _let_go(self) -> None:
         while self._handles:
@@ -95,6 +102,9 @@ class LossObserver:
     def _made(self, _: Any, __: Any, model: Any, *___: Any, **____: Any) -> None:
         """Check one gradient of `model` before it is reduced: an early layer's, which non-finite values reach."""
         self._is_spoiled = False  # a new training
+        group = describe_group(model.process_group)
+        self._num_models[group] += 1
+        self._training, self._number = self._num_models[group], 0
         ignored = model.parameters_to_ignore
         candidates = [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
         if not candidates:
@@ -136,9 +146,17 @@ class LossObserver:
                     self._note(math.nan, self._present(), "gradient")
 
     def _look(self, value: torch.Tensor, what: str) -> None:
-        copy = self._copies.begin(value) if len(self._pending) < _MAX_PENDING else None
-        if copy is not None:
+        self._has_device_values = True
+        if len(self._pending) >= _MAX_PENDING:
+            self._skip(self._present())
+        elif (copy := self._copies.begin(value)) is not None:
             self._pending.append((copy, self._present(), what))
+
+    def _skip(self, backward: _Backward) -> None:
+        """Note that a value of `backward` is not checked."""
+        if not backward.is_skipped:
+            backward.is_skipped = True
+            self._notes.write("unchecked", backward.number)
 
     def _poll(self, *_: Any, **__: Any) -> None:
         """Check gradients that were kept and values that have arrived."""
@@ -153,8 +171,11 @@ class LossObserver:
 
     def _present(self) -> _Backward:
         if self._backward is None:
-            self._backward = _Backward(self._number, self._used, self._notes.site())
+            self._backward = _Backward(self._present_number(), self._used, self._notes.site())
         return self._backward
+
+    def _present_number(self) -> BackwardNote:
+        return {"training": self._training, "backward": self._number}
 
     def _note(self, value: float, backward: _Backward, what: str) -> None:
         self._suspected = backward.number
@@ -184,7 +205,7 @@ class LossObserver:
         for one in bad:
             self._spoiled[one] = None
         self._is_spoiled = bool(bad)
-        self._suspected = 0
+        self._suspected = None
 
     def _note_spoiled(self, parameters: list[torch.Tensor]) -> None:
         owners: dict[int, tuple[str, str]] = {}  # name in its model, and the model's group
@@ -194,7 +215,7 @@ class LossObserver:
         names = [owners.get(id(one), (f"one of shape {tuple(one.shape)}",))[0] for one in parameters[:_MAX_NAMED]]
         more = [f"{len(parameters) - _MAX_NAMED} more"] if len(parameters) > _MAX_NAMED else []
         note = SpoiledNote(
-            backward=self._suspected or self._number,
+            **(self._suspected or self._present_number()),
             parameters=names + more,
             device=next((one.device.type for one in parameters if not one.is_cpu), "cpu"),
             group=next((owners[id(one)][1] for one in parameters if id(one) in owners), ""),

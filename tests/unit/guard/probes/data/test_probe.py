@@ -206,11 +206,13 @@ def test_spoilt_weights_are_noted_again_in_another_training(
             train(other, others, "g")
         train(other, others, "nn")
         train(model, optimizer, "n")
-    noted = [entry.values["backward"] for entry in read(tmp_path / "j", "spoiled")]
-    losses_noted = {entry.values["backward"] for entry in read(tmp_path / "j", "not_finite")}
-    number = {"another model, wrapped at once": 4, "the same, not restored": 2}.get(second, 5)
-    assert noted == list(dict.fromkeys([2, number]))
-    assert losses_noted >= set(noted)
+    noted, losses_noted = (
+        [(entry.values["training"], entry.values["backward"]) for entry in read(tmp_path / "j", kind)]
+        for kind in ("spoiled", "not_finite")
+    )
+    number = {"another model, wrapped at once": (1, 1), "the same, not restored": (0, 2)}.get(second, (0, 5))
+    assert noted == list(dict.fromkeys([(0, 2), number]))
+    assert set(losses_noted) >= set(noted)
 
 
 def test_weights_that_others_have_spoilt_are_not_noted(tmp_path: Path) -> None:
