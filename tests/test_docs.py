@@ -22,6 +22,7 @@ import pytest
 
 import ddpilot
 from tests.each import for_each
+from tests.notebook.stored import LATE_RANKS
 from tests.soak import IS_SOAK, often, soak
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,7 @@ def normalise(text: str) -> list[str]:
     text = re.sub(r'File "\S*/site-packages/', 'File ".../', text)
     text = re.sub(r"\b\d+\.\d s\b", "0.0 s", text)
     text = re.sub(r"ddpilot watch \S+`", "ddpilot watch JOB`", text)
-    text = re.sub(r"ddpilot: 1 of 2 ranks have joined the group.*\n", "", text)  # one of them is long in its imports
+    text = LATE_RANKS.sub("", text)
     text = re.sub(r"ddpilot: importing `.*\n", "", text)  # which packages start threads depends on the machine
     lines = [line.rstrip() for whole in text.splitlines() if whole.strip() for line in by_rank(whole)]
     return sorted(lines) if any(line.startswith("[rank") for line in lines) else lines

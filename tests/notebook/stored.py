@@ -23,6 +23,10 @@ NOTEBOOKS = (EXAMPLES / "quickstart.ipynb", EXAMPLES / "interactive.ipynb", EXAM
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _RANKS = re.compile(r"^\[ranks? ([\d,-]+)\] (.*)$")
 _NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
+LATE_RANKS = re.compile(
+    r"^ddpilot: (\d+ of \d+ ranks have joined the group|ranks? [\d,-]+ ha(s|ve) waited ).*\n?", re.MULTILINE
+)
+"""What is said of ranks for which others wait, which on a busy machine are long in their imports or not run."""
 _FOLDER = re.compile(r"/(?:[\w.+-]+/)+(?=(?:site-packages|src)/)")
 
 
@@ -34,12 +38,11 @@ def normalise(output: Any) -> tuple[str, ...]:
     if output.output_type in ("display_data", "execute_result"):
         return (output.output_type, *sorted(output.data))
     text = _of_no_machine(f"{output.ename}: {output.evalue}" if output.output_type == "error" else output.text)
-    lines = {_NUMBER.sub("#", _RANKS.sub(r"[rank] \2", line)) for line in _ANSI.sub("", text).splitlines()}
+    text = LATE_RANKS.sub("", _ANSI.sub("", text))
+    lines = {_NUMBER.sub("#", _RANKS.sub(r"[rank] \2", line)) for line in text.splitlines()}
     if output.output_type == "error" or output.get("name") == "stderr":
         lines = {line for line in lines if re.match(r"\w+Error: ", line)}
-    kept = (
-        line.rstrip() for line in lines if line.strip() and "ranks have joined the group" not in line
-    )  # a busy machine
+    kept = (line.rstrip() for line in lines if line.strip())
     return (output.get("name", output.output_type), *sorted(kept))
 
 
