@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ddpilot.launcher import Launcher, launch
     from ddpilot.launching.elastic.options import RunOptions
     from ddpilot.launching.elastic.run import run_script
-    from ddpilot.launching.shipping.parcel import RankResults
+    from ddpilot.launching.shipping.pickling import RankResults
     from ddpilot.record.flight_ring.log import RankLog
     from ddpilot.record.flight_ring.reader import read_ring
     from ddpilot.record.journal import Journal, read_journal
@@ -146,7 +146,7 @@ _HOMES = {
     "ProgramDiagnosis": "ddpilot.diagnose.ladder.result",
     "RankError": "ddpilot.errors",
     "RankLog": "ddpilot.record.flight_ring.log",
-    "RankResults": "ddpilot.launching.shipping.parcel",
+    "RankResults": "ddpilot.launching.shipping.pickling",
     "RecordError": "ddpilot.errors",
     "RemoteRankError": "ddpilot.errors",
     "RendezvousError": "ddpilot.errors",

@@ -18,7 +18,7 @@ from ddpilot.launching.options import (
     explain_unknown,
     option_meant,
 )
-from ddpilot.launching.shipping.parcel import RankResults
+from ddpilot.launching.shipping.pickling import RankResults
 from ddpilot.slurm.launcher import SlurmLauncher
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions

@@ -56,7 +56,7 @@ for step, (x, y) in enumerate(loader):
 HOOKS = """%%ddp
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader as torch_loader
-from ddpilot.data.batches import observers
+from ddpilot.data.local_batch import observers
 print(
     len(torch.nn.modules.module._global_forward_hooks), len(model._forward_hooks), len(model.module._forward_hooks),
     len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaders that give each rank its piece of the global batches, equal at any world size. Imports `errors` only."""
+"""Divide global batches among ranks, equally at any world size, and load each rank's piece. Imports `errors` only."""

@@ -21,8 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpilot.data.batches import mix_seed, random_kept, seed_random
 from ddpilot.data.global_batches import Division, Epoch, digest, draw_permutation
+from ddpilot.data.local_batch import mix_seed, random_kept, seed_random
 from ddpilot.errors import DataError
 
 _DID = "preparing a DataLoader"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from ddpilot.data.batches import LocalBatch, mix_seed, render_loader
 from ddpilot.data.dataloader_spec import (
     BatchSamplerOrder,
     DataLoaderSpec,
@@ -20,6 +19,7 @@ from ddpilot.data.dataloader_spec import (
     refuse_whole_batches,
 )
 from ddpilot.data.global_batches import Division, Epoch, Plan
+from ddpilot.data.local_batch import LocalBatch, mix_seed, render_loader
 from ddpilot.data.options import (
     WORKER_OPTIONS,
     Collate,

@@ -13,7 +13,8 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddpilot.data.batches import (
+from ddpilot.data.global_batches import Division, digest
+from ddpilot.data.local_batch import (
     LocalBatch,
     SampleDigest,
     digest_sample,
@@ -22,7 +23,6 @@ from ddpilot.data.batches import (
     render_loader,
     seed_random,
 )
-from ddpilot.data.global_batches import Division, digest
 from ddpilot.data.nested import without_rows
 from ddpilot.data.options import Collate
 from ddpilot.data.workers import Failure, Workers, catch_failure, draws_randomly

@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpilot.data.batches import mix_seed, random_apart, seed_random
+from ddpilot.data.local_batch import mix_seed, random_apart, seed_random
 from ddpilot.data.nested import without_rows
 from ddpilot.data.options import Collate
 from ddpilot.errors import DataError

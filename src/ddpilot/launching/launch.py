@@ -22,7 +22,7 @@ from ddpilot.launching.rank_environment import (
     resolve_nproc,
 )
 from ddpilot.launching.shipping import fd_socket
-from ddpilot.launching.shipping.parcel import RankResults
+from ddpilot.launching.shipping.pickling import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.spawning import ForkedRanks, find_working_directory
 from ddpilot.launching.supervisor import Supervisor

@@ -22,7 +22,7 @@ from ddpilot.launching.rank_reports import Raised, Returned, Taken
 from ddpilot.launching.rank_server.fork_safety import STACKS_SIGNAL
 from ddpilot.launching.rank_server.job import STORE, Started
 from ddpilot.launching.shipping import fd_socket
-from ddpilot.launching.shipping.parcel import open_parcel
+from ddpilot.launching.shipping.pickling import open_parcel
 from ddpilot.launching.spawning import SERVER_GONE, Ended, RankSpawner, Reported, SpawnerEvent, Wrote
 from ddpilot.output.pipe_reader import PipeReader
 from ddpilot.user_files import collect_sources

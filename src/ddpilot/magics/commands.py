@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddpilot.diagnose.diagnosis import Diagnosis
 from ddpilot.diagnose.doctor import doctor
 from ddpilot.findings.text import render_ranks
-from ddpilot.magics.grammar import MagicUsageError, to_arguments
+from ddpilot.magics.parser import MagicUsageError, to_arguments
 from ddpilot.magics.push_pull import (
     SCOPE,
     call_on_ranks,
@@ -26,7 +26,7 @@ from ddpilot.magics.push_pull import (
     push_values,
 )
 from ddpilot.magics.shell_session import ShellSession, briefly
-from ddpilot.output.shared_displays import Publisher
+from ddpilot.output.equal_displays import Publisher
 from ddpilot.session.session import Session
 from ddpilot.session.status_board import render_board_html, render_board_text
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
-from ddpilot.magics.grammar import VERBS, make_cell_parser
+from ddpilot.magics.parser import VERBS, make_cell_parser
 from ddpilot.magics.shell_session import ShellSession
 
 if TYPE_CHECKING:

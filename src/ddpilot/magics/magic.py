@@ -12,7 +12,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from ddpilot.errors import did_you_mean
 from ddpilot.magics.commands import COMMANDS
-from ddpilot.magics.grammar import VERBS, MagicUsageError, make_cell_parser, overview
+from ddpilot.magics.parser import VERBS, MagicUsageError, make_cell_parser, overview
 from ddpilot.magics.push_pull import RETURNED, SCOPE
 from ddpilot.magics.shell_session import ShellSession, briefly
 from ddpilot.option_parser import HelpRequested

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError, RankError, did_you_mean
 from ddpilot.findings.text import render_ranks
-from ddpilot.magics.grammar import MagicUsageError
+from ddpilot.magics.parser import MagicUsageError
 from ddpilot.magics.shell_session import ShellSession, briefly
 from ddpilot.session.arguments import check_expression
 from ddpilot.session.protocol.variables import find_companions, user_names

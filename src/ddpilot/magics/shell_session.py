@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, WatchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.magics.grammar import MagicUsageError, describe_options
+from ddpilot.magics.parser import MagicUsageError, describe_options
 from ddpilot.output.view import TextView, View
 from ddpilot.session.kernels.states import START_OVER
 from ddpilot.session.options import SessionOptions

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show ranks' output in a terminal or notebook. Imports `errors`, `findings`; only `notebook_view` imports IPython."""
+"""Show ranks' output, equal displays once. Imports `errors`, `findings`; only `notebook_view` imports IPython."""

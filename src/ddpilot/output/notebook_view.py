@@ -18,8 +18,8 @@ from typing import Any
 import comm
 from IPython.core.error import StdinNotImplementedError
 
+from ddpilot.output.equal_displays import Publisher, SharedDisplay, SharedDisplays
 from ddpilot.output.rich_output import WIDGET, RankMessage, RichOutput, read_rich
-from ddpilot.output.shared_displays import Publisher, SharedDisplay, SharedDisplays
 from ddpilot.output.view import SendToRank, View
 from ddpilot.output.writer import Output, TextScreen
 

@@ -18,7 +18,7 @@ from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, RecordErro
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.launch import check_function
 from ddpilot.launching.options import check_keywords, explain_unknown
-from ddpilot.launching.shipping.parcel import RankResults, open_parcel
+from ddpilot.launching.shipping.pickling import RankResults, open_parcel
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.view import TextView, View

@@ -19,7 +19,7 @@ from typing import Any
 
 from ddpilot.launching.exception_report import report_exception
 from ddpilot.launching.shipping.memory_file import map_private
-from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
+from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel, pack_parcel
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.module_names import SPAWNED_MAIN
 from ddpilot.user_files import install_sources

@@ -17,7 +17,7 @@ from ddpilot.errors import LaunchTimeoutError, RankError, SlurmError
 from ddpilot.launching.first_failure import RankEnd, build_error
 from ddpilot.launching.launch import check_function
 from ddpilot.launching.rank_reports import Raised
-from ddpilot.launching.shipping.parcel import RankResults, open_parcel
+from ddpilot.launching.shipping.pickling import RankResults, open_parcel
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.module_names import FUNCTION_RANK
 from ddpilot.slurm.commands import cancel_job, estimate_start, read_job, submit_job

@@ -21,7 +21,7 @@ from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import EpochLosses, LossSums, Summands, check_attached, check_weighted, with_count
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers, own_attributes, restore_attributes
 from ddpilot.trainer.run import Forward, Run
-from ddpilot.training.batches import Loader
+from ddpilot.training.batch_groups import Loader
 from ddpilot.training.evaluation.evaluate import forward_batch
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import DDPOptions, run_in_forward

@@ -24,7 +24,7 @@ from ddpilot.launcher import Launcher
 from ddpilot.launching.exception_report import report_exception
 from ddpilot.launching.first_failure import RankEnd, build_error
 from ddpilot.launching.rank_reports import Raised
-from ddpilot.launching.shipping.parcel import RankResults
+from ddpilot.launching.shipping.pickling import RankResults
 from ddpilot.launching.shipping.torch_settings import OnRank
 from ddpilot.module_names import TRAINER_PRELOAD
 from ddpilot.trainer.core import TrainerCore

@@ -47,8 +47,8 @@ from ddpilot.trainer.ranks import (
     unpack_late_error,
 )
 from ddpilot.trainer.run import Forward, call_model, find_inner
+from ddpilot.training.batch_groups import Loader
 from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batch_size
-from ddpilot.training.batches import Loader
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.device_placement import ensure_on_device
 from ddpilot.training.evaluation.evaluate import predict_batch

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ddpilot.data.batches import LocalBatch, SampleDigest, mix_seed
 from ddpilot.data.global_batches import digest
+from ddpilot.data.local_batch import LocalBatch, SampleDigest, mix_seed
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import DataError, LoopError
-from ddpilot.training.batches import BatchPart, check_loader, is_uneven, length_of
+from ddpilot.training.batch_groups import BatchPart, check_loader, is_uneven, length_of
 
 Ends = Literal["shortest", "longest"]
 _COMBINING = "combining loaders"

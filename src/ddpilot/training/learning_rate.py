@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
 from ddpilot.group.device import fork_rng
-from ddpilot.training.batches import Loader
+from ddpilot.training.batch_groups import Loader
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.models.sharding import is_sharded

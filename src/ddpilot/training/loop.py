@@ -18,7 +18,7 @@ from ddpilot.data.options import naming_rank
 from ddpilot.errors import LoopError
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import Loader
+from ddpilot.training.batch_groups import Loader
 from ddpilot.training.combined import CombinedLoader
 from ddpilot.training.engine.core import LoopCore
 from ddpilot.training.engine.optimizer_steps import OptimizerSteps

@@ -14,7 +14,7 @@ import torch
 
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 
 NUM_COUNTS = 8
 """Counts that are sent with the names, padded to this number, so that ranks with different losses send equal sizes."""

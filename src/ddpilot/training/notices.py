@@ -20,7 +20,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.exception_report import is_victim
 from ddpilot.launching.rank_environment import FAILURE_FILE_VARIABLE
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 from ddpilot.training.options import detect_rank
 
 _Class = TypeVar("_Class")

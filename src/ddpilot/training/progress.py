@@ -18,7 +18,7 @@ from ddpilot.group.device import runs_behind
 from ddpilot.launching.rank_environment import WATCHED_VARIABLE
 from ddpilot.launching.rank_environment import is_watched as is_shown_here
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
-from ddpilot.training.batches import length_of
+from ddpilot.training.batch_groups import length_of
 from ddpilot.training.logs.throughput import Throughput
 
 LINE_INTERVAL_S = 30.0

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import ddpilot
-from ddpilot.data.batches import LocalBatch
 from ddpilot.data.loaders import MapLoader, make_loader, make_stream_loader
+from ddpilot.data.local_batch import LocalBatch
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Augmented, Resumable, Stream, rows
 

@@ -16,7 +16,7 @@ from tests.dist.session.conftest import MODEL, Kept
 from tests.soak import often
 
 CUT_SHORT = """
-from ddpilot.session.protocol.parcels import ParcelPort
+from ddpilot.session.protocol.large_values import ParcelPort
 take = ParcelPort.take
 def once(port, token):
     ParcelPort.take = take

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ddpilot.data.batches import LocalBatch
+from ddpilot.data.local_batch import LocalBatch
 
 
 class Counted(Dataset[Any]):

@@ -20,7 +20,7 @@ from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_reports import Exited, RankStart, Returned
 from ddpilot.launching.rank_server import job
 from ddpilot.launching.shipping import fd_socket
-from ddpilot.launching.shipping.parcel import open_parcel, pack_parcel
+from ddpilot.launching.shipping.pickling import open_parcel, pack_parcel
 from ddpilot.launching.spawning import (
     SERVER_GONE,
     Ended,

@@ -16,8 +16,8 @@ from ddpilot.magics import commands
 from ddpilot.magics.commands import COMMANDS
 from ddpilot.magics.completion import make_matcher
 from ddpilot.magics.extension import load_ipython_extension, unload_ipython_extension
-from ddpilot.magics.grammar import VERBS, MagicUsageError
 from ddpilot.magics.magic import run_on_ranks
+from ddpilot.magics.parser import VERBS, MagicUsageError
 from ddpilot.magics.push_pull import SCOPE
 from ddpilot.magics.shell_session import ShellSession
 from tests.unit.magics.samples import ipython_shell

@@ -15,7 +15,7 @@ from ddpilot.errors import DataError, LoopError
 from ddpilot.group.protocol import FakeGroup
 from ddpilot.training.combined import CombinedLoader
 from ddpilot.training.loop import Loop
-from ddpilot.training.resume.position import describe_data
+from ddpilot.training.resume.data_position import describe_data
 
 
 class Stream(IterableDataset[Any]):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset, default_collate
 
-from ddpilot.data.batches import LocalBatch, mix_seed, random_apart, render_loader, seed_random
 from ddpilot.data.global_batches import draw_permutation
+from ddpilot.data.local_batch import LocalBatch, mix_seed, random_apart, render_loader, seed_random
 from ddpilot.data.nested import without_rows
 from ddpilot.data.options import Collate
 from ddpilot.data.shards.files import describe_shard

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DistributedSampler
 from torch.utils.data import dataloader as torch_loader
 
-from ddpilot.data.batches import LocalBatch, observers
+from ddpilot.data.local_batch import LocalBatch, observers
 from ddpilot.data.workers import PieceReader
 from ddpilot.diagnose.updates.placements import ModuleObserver
 from ddpilot.diagnose.updates.record import (

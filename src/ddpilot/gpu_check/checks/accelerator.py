@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddpilot.gpu_check.catalogue import CannotBeShownError
 from ddpilot.group.init_group import init_group
 from ddpilot.launcher import Launcher
-from ddpilot.launching.shipping.parcel import RankResults
+from ddpilot.launching.shipping.pickling import RankResults
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path

@@ -23,7 +23,7 @@ from ddpilot.gpu_check.checks.accelerator import (
     wait_for,
 )
 from ddpilot.group.init_group import init_group
-from ddpilot.launching.shipping.parcel import RankResults
+from ddpilot.launching.shipping.pickling import RankResults
 
 _NUM_IN_FLIGHT, _IN_FLIGHT_ELEMENTS = 8, 8 << 20
 _BUSY_S = 2.0

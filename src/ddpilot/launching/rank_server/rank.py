@@ -28,7 +28,7 @@ from ddpilot.launching.rank_reports import RankStart, Returned, Taken
 from ddpilot.launching.rank_server.fork_safety import write_to
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
-from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
+from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel, pack_parcel
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.module_names import SPAWNED_MAIN
 from ddpilot.user_files import install_sources

@@ -13,7 +13,7 @@ from typing import Any
 def _shipped_definitions() -> dict[str, Any]:
     from ddpilot.launching.rank_server.rank import PARCEL_VARIABLE
     from ddpilot.launching.shipping.memory_file import map_private
-    from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel
+    from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel
 
     fd = os.open(os.environ[PARCEL_VARIABLE], os.O_RDONLY)
     try:

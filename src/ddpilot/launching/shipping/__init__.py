@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send functions, values and file descriptors between parent and ranks. Imports `launching.system_limits`."""
+"""Pickle functions and values; send them and file descriptors to ranks and back. Imports `launching.system_limits`."""

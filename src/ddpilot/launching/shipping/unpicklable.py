@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpilot.errors import ShipError
-from ddpilot.launching.shipping.parcel import ShipPickler, is_compiled, owning_module, pack_parcel
+from ddpilot.launching.shipping.pickling import ShipPickler, is_compiled, owning_module, pack_parcel
 from ddpilot.launching.system_limits import explain_limit
 
 _MAX_CHILDREN = 1000

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader as torch_loader
 
-from ddpilot.data.batches import LocalBatch, observers
+from ddpilot.data.local_batch import LocalBatch, observers
 from ddpilot.data.workers import PieceReader
 from ddpilot.environments.interpreter import forget, when_imported
 from ddpilot.guard.hook import install

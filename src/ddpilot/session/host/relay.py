@@ -17,7 +17,7 @@ from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import MemoryWriter
 from ddpilot.session.kernels.sockets import Connection
 from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer, SendParcel
-from ddpilot.session.protocol.parcels import ParcelCall
+from ddpilot.session.protocol.large_values import ParcelCall
 
 _FULL_PAUSE_S = 0.005
 

@@ -44,8 +44,8 @@ from ddpilot.session.nodes.cluster import make_cluster
 from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer
 from ddpilot.session.nodes.node_ranks import NodeRanks
 from ddpilot.session.options import SessionOptions
+from ddpilot.session.protocol.large_values import ParcelCall
 from ddpilot.session.protocol.messages import REQUEST, KernelStart, Request, Scope, request_content
-from ddpilot.session.protocol.parcels import ParcelCall
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.snapshot.files import take_stacks

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError, ShipError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.shipping.parcel import ShipPickler, loaded_torch
+from ddpilot.launching.shipping.pickling import ShipPickler, loaded_torch
 
 MISSING = "there is no variable of that name"
 

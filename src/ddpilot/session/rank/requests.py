@@ -20,10 +20,10 @@ from ddpilot.group.teardown import take_down
 from ddpilot.launching.exception_report import user_traceback
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
-from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
+from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel, pack_parcel
 from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.session.protocol.large_values import ParcelPort
 from ddpilot.session.protocol.messages import Call, Compare, Pull, Push, Rebuild, Report, Request
-from ddpilot.session.protocol.parcels import ParcelPort
 from ddpilot.session.rank.error_report import group_state, report_error
 from ddpilot.session.rank.interrupts import InterruptHandler
 from ddpilot.session.rank.model_differences import describe_divergence, find_lost

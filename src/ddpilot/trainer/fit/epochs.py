@@ -16,7 +16,7 @@ from ddpilot.trainer.fit_options import FitOptions, val_prefix
 from ddpilot.trainer.history import measured
 from ddpilot.trainer.losses import LossSums
 from ddpilot.trainer.run import Run, find_inner
-from ddpilot.training.batches import Loader, is_at_end
+from ddpilot.training.batch_groups import Loader, is_at_end
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.models.registry import parameters_of

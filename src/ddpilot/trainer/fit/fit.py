@@ -30,7 +30,7 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.models.sharding import has_shards
 from ddpilot.training.options import EACH_EPOCH
-from ddpilot.training.resume.position import describe_data
+from ddpilot.training.resume.data_position import describe_data
 from ddpilot.training.step.accumulation import AccumulationSchedule
 
 

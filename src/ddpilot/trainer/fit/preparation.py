@@ -19,7 +19,7 @@ from ddpilot.trainer.fit_options import SIZES, FitOptions
 from ddpilot.trainer.history import History
 from ddpilot.trainer.optimizers import own_attributes, relink, restore_attributes
 from ddpilot.trainer.run import Run, trained_parts
-from ddpilot.training.batches import LimitedLoader, Loader
+from ddpilot.training.batch_groups import LimitedLoader, Loader
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that losses, gradients and buffers are right on all ranks. Imports `models`, `batches` and `losses`."""
+"""Check losses, gradients and buffers of a rank during training. Imports `models`, `batch_groups`, `loss_weights`."""

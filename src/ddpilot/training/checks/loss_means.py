@@ -18,7 +18,7 @@ import torch
 from ddpilot.errors import LoopError
 from ddpilot.group.device import runs_behind
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 
 _NONE, _MEAN, _SUM = range(3)
 """Values of `_saved_reduction`."""

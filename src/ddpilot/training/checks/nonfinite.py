@@ -18,7 +18,7 @@ from ddpilot.errors import NonFiniteError, list_names
 from ddpilot.group.device import runs_behind
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 from ddpilot.training.models.ddp import reduces_in_fp16, unwrap
 from ddpilot.training.models.sharding import has_shards, is_shard, is_true_everywhere, local_part, local_parts
 

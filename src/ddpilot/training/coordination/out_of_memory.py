@@ -15,7 +15,7 @@ import torch
 from ddpilot.errors import OutOfMemoryError, RemoteRankError
 from ddpilot.group.device import device_identity, empty_cache, is_out_of_memory, memory_facts, peak_bytes
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 
 _GIB = 2**30
 

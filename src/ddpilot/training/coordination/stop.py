@@ -23,7 +23,7 @@ from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.group.store import wait_for_keys
 from ddpilot.launching.interrupts import RankInterrupt
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 from ddpilot.training.notices import Line, warn_dropped
 
 REASONS = ("asked", "time", "SIGINT", "SIGTERM", "SIGUSR1")

@@ -21,7 +21,7 @@ from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.profiler.running import RunningProfile
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 from ddpilot.training.coordination.collectives import gather_batch, gather_rows, rank_zero_first, reduce_value
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.engine.parts import LoopParts

@@ -21,7 +21,7 @@ from ddpilot.training.notices import warn_findings
 from ddpilot.training.options import CheckpointOptions
 from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
-from ddpilot.training.resume.position import RunPosition
+from ddpilot.training.resume.data_position import RunPosition
 from ddpilot.training.resume.tracked_state import TrackedState
 from ddpilot.training.step.accumulation import Accumulate, AccumulationSchedule
 from ddpilot.training.step.precision import Kind, Precision

@@ -9,12 +9,12 @@ from typing import Any
 from ddpilot.data.nested import to_device
 from ddpilot.data.options import naming_rank
 from ddpilot.errors import LoopError
-from ddpilot.training.batches import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
+from ddpilot.training.batch_groups import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
 from ddpilot.training.checks.buffers import check_batch_norms
 from ddpilot.training.engine.parts import LoopParts
 from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, no_updates_error, user_line
 from ddpilot.training.options import check_goal
-from ddpilot.training.resume.position import describe_data
+from ddpilot.training.resume.data_position import describe_data
 
 
 @locating

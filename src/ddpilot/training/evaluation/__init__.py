@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics and predictions of a whole dataset, at any world_size. Imports `models` and `batches`."""
+"""Metrics and predictions of a whole dataset, at any world_size. Imports `models` and `batch_groups`."""

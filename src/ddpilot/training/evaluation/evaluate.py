@@ -25,7 +25,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, fork_rng
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import CurrentBatch, LimitedLoader, Loader, iterate_groups
+from ddpilot.training.batch_groups import CurrentBatch, LimitedLoader, Loader, iterate_groups
 from ddpilot.training.evaluation.metrics import (
     MeanOf,
     compute,

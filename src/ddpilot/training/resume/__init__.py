@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a run and resume it. Imports `models`, `coordination` and `training.options`."""
+"""Save a run with its position in the data, and resume it. Imports `models`, `coordination`, `training.options`."""

@@ -21,7 +21,7 @@ from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.training.coordination.stop import FlagExchange
 from ddpilot.training.notices import warn_unsaved
 from ddpilot.training.options import CheckpointOptions
-from ddpilot.training.resume.position import RunPosition, check_unchanged
+from ddpilot.training.resume.data_position import RunPosition, check_unchanged
 from ddpilot.training.resume.tracked_state import OWN, Shards, TrackedState, Weights
 
 _FACTS = "passes"

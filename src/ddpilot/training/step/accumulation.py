@@ -14,7 +14,7 @@ from torch import nn
 from ddpilot.errors import DdpilotError, LoopError
 from ddpilot.group.device import is_out_of_memory
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory
 from ddpilot.training.models.strategy import strategy_of
 from ddpilot.training.notices import locate

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.batch_groups import CurrentBatch
 from ddpilot.training.checks.ddp_bypass import ForwardBypassCheck
 from ddpilot.training.checks.gradients import (
     ClearedGradientCheck,

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from ddpilot.data.batches import LocalBatch
 from ddpilot.data.loaders import make_shard_loader
+from ddpilot.data.local_batch import LocalBatch
 
 SHARD = 100_000
 """Sample n of shard s is the number s * SHARD + n."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about parameters that diverge: since when, and why. Imports `rules.rule`."""
+"""Compare parameters and gradients of all ranks: since when they differ, and why. Imports `rules.rule`."""

@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.notes import DdpNote, LoaderPassNote, ParameterSetNote
-from ddpilot.guard.rules.parameters.comparison import Comparison
+from ddpilot.guard.rules.parameters.first_difference import Comparison
 from ddpilot.guard.rules.parameters.steps import WAIT_NS
 from ddpilot.guard.rules.rule import BoundedDict, ByRank, Pass, Rule, RuleContext, pass_of, place_of
 from ddpilot.record.journal import Entry

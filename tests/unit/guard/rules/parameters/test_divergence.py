@@ -12,8 +12,8 @@ import pytest
 
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.notes import LOCAL_STEPS
-from ddpilot.guard.rules.parameters.comparison import NUM_FREE_STEPS, NUM_STEPS_BEFORE_GROUP
 from ddpilot.guard.rules.parameters.divergence import Divergence
+from ddpilot.guard.rules.parameters.first_difference import NUM_FREE_STEPS, NUM_STEPS_BEFORE_GROUP
 from ddpilot.guard.rules.parameters.reduction_order import ReductionOrder
 from ddpilot.guard.rules.parameters.steps import MatchedStep
 from ddpilot.guard.rules.registry import RuleRunner

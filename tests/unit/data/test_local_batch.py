@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpilot.data.batches import digest_sample, mix_seed, random_kept, seed_random
+from ddpilot.data.local_batch import digest_sample, mix_seed, random_kept, seed_random
 
 
 @dataclass

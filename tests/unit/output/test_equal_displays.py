@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from ddpilot.output.equal_displays import SharedDisplays
 from ddpilot.output.rich_output import RichOutput
-from ddpilot.output.shared_displays import SharedDisplays
 from tests.unit.magics.samples import FrontEnd
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ddpilot.errors import MismatchedCheckpointError
-from ddpilot.training.resume.position import check_unchanged
+from ddpilot.training.resume.data_position import check_unchanged
 
 
 def test_check_unchanged_names_what_differs() -> None:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.shipping import parcel
+from ddpilot.launching.shipping import pickling
 from ddpilot.launching.shipping.memory_file import map_private
-from ddpilot.launching.shipping.parcel import RankResults, importable_from_main, open_parcel, pack_parcel
+from ddpilot.launching.shipping.pickling import RankResults, importable_from_main, open_parcel, pack_parcel
 
 
 def there(value: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -344,8 +344,8 @@ class OddError(Exception):
 def test_reduce_exception_rebuilds_without_init() -> None:
     """The class, the arguments that it handed on, and its attributes come back."""
     error = OddError("a", "b")
-    assert parcel.is_plain_exception(error)
-    build, arguments, state = parcel.reduce_exception(error)
+    assert pickling.is_plain_exception(error)
+    build, arguments, state = pickling.reduce_exception(error)
     again = build(*arguments)
     vars(again).update(state)
     assert (type(again), again.args, again.second) == (OddError, ("a",), "b")
@@ -353,8 +353,8 @@ def test_reduce_exception_rebuilds_without_init() -> None:
 
 def test_is_plain_exception_leaves_classes_with_a_reduce_of_their_own_alone() -> None:
     """OSError and ImportError know themselves how they travel."""
-    assert not parcel.is_plain_exception(OSError(2, "no"))
-    assert not parcel.is_plain_exception("text")
+    assert not pickling.is_plain_exception(OSError(2, "no"))
+    assert not pickling.is_plain_exception("text")
 
 
 def test_owning_module_is_that_of_the_globals_whatever_wraps_says() -> None:
@@ -363,14 +363,14 @@ def test_owning_module_is_that_of_the_globals_whatever_wraps_says() -> None:
     wrapper.__module__ = "__main__"
     own: dict[str, object] = {"__name__": "json"}
     exec("def free(): pass", own)
-    assert parcel.owning_module(own["free"]) is None
-    assert parcel.owning_module(wrapper) == "json"
+    assert pickling.owning_module(own["free"]) is None
+    assert pickling.owning_module(wrapper) == "json"
 
 
 def test_reduce_cached_keeps_size_and_kind() -> None:
     """The receiver's cache is empty, of the same size."""
     cached = functools.lru_cache(maxsize=7, typed=True)(len)
-    build, arguments = parcel.reduce_cached(cached)
+    build, arguments = pickling.reduce_cached(cached)
     assert build(*arguments).cache_parameters() == {"maxsize": 7, "typed": True}
 
 

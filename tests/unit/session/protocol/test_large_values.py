@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import MemoryWriter
-from ddpilot.session.protocol.parcels import ParcelCall, ParcelPort
+from ddpilot.session.protocol.large_values import ParcelCall, ParcelPort
 
 
 def test_take_gives_the_parcel_of_the_token_and_drops_older_ones() -> None:

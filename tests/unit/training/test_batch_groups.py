@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddpilot import FakeGroup
-from ddpilot.data.batches import LocalBatch
 from ddpilot.data.loaders import make_stream_loader
+from ddpilot.data.local_batch import LocalBatch
 from ddpilot.errors import DataError, LoopError
 from ddpilot.group.protocol import ReduceOp
-from ddpilot.training.batches import iterate_groups
+from ddpilot.training.batch_groups import iterate_groups
 
 
 class Batches:

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from ddpilot.data.batches import NOTHING, LocalBatch, SampleDigest, observe
 from ddpilot.data.global_batches import Division, Plan
+from ddpilot.data.local_batch import NOTHING, LocalBatch, SampleDigest, observe
 from ddpilot.data.options import naming_rank
 from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.stream_loader import StreamLoader

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.magics.grammar import (
+from ddpilot.magics.parser import (
     VERBS,
     MagicParser,
     MagicUsageError,

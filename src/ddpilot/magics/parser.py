@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar of `%ddp` and `%%ddp`: verbs, options and their values; errors show the correct usage."""
+"""Parse `%ddp` and `%%ddp`: verbs, options and their values; errors show the correct usage."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ddpilot.checkpoint.manifest import RunProgress
-from ddpilot.data.batches import mix_seed
+from ddpilot.data.local_batch import mix_seed
 from ddpilot.errors import MismatchedCheckpointError
 from ddpilot.group.device import restore_rng
 from ddpilot.group.init_group import seed_all
