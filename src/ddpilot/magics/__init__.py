@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp` and `%%ddp` for IPython and Jupyter: thin wrappers of `Session`. Imports `session` and below."""
+"""`%ddp` and `%%ddp` for IPython and Jupyter, parsed by `parser`: thin wrappers of `Session`. Imports `session`."""

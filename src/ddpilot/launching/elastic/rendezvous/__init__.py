@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of a job meet in a store and exchange their states. Imports `elastic.options`."""
+"""Nodes meet at a static rendezvous, after checks of their network, and exchange states. Imports `elastic.options`."""
