@@ -211,7 +211,14 @@ class Supervisor:
             self._ending = self._observer.finish(self._pipes.display.note)
         if self._ending is not None:
             self._raise()
-        return [each.parcel for each in self._ranks if each.parcel is not None]
+        return self._take_parcels()
+
+    def _take_parcels(self) -> list[memoryview]:
+        """Return the parcels, and keep none: this object and the spawner refer to each other until a collection."""
+        parcels = [each.parcel for each in self._ranks if each.parcel is not None]
+        for each in self._ranks:
+            each.parcel = None
+        return parcels
 
     def _start(self, parcel: int) -> None:
         self._spawner.attach(self, self._on_event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import os
 import threading
 from dataclasses import replace
@@ -213,6 +214,24 @@ def test_launch_returns_300_mb_lazily_and_equal() -> None:
     value["tail"].fill_(7)
     assert int(value["big"][-1]) == 7
     assert torch.equal(value["big"][:-5], torch.arange(74_999_995, dtype=torch.int32))
+
+
+def test_memory_of_a_result_is_free_once_it_is_no_longer_used() -> None:
+    """Not only when Python next collects cycles: a loop of launches would hold several results of 500 MB."""
+
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:ddpilot-result")
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_mapped()
+        result = QUIET.run(torch.ones, 1000)[1]
+        assert num_mapped() == before + 1
+        del result
+        assert num_mapped() == before
+    finally:
+        gc.enable()
 
 
 LOW_LIMIT = """
