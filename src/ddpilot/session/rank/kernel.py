@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 _CONNECT_S = 0.01
 """Seconds between two attempts to send an input request while the session is not connected to the stdin channel yet."""
 
+_SENDING_S = 0.02
+"""Seconds within which a reply, and the status that follows it, have been sent."""
+
 _COLOURS_CPU_S, _COLOURS_S = 0.3, 1.5
 """Limits in seconds of CPU time and of time for IPython to format a traceback: with large files or deep recursion this
 takes seconds of CPU time, on all failing ranks at once, which are killed as stuck after about 2 s."""
@@ -233,6 +236,8 @@ class RankKernel(IPythonKernel):
         self.freeing = threading.Lock()
         self._has_failed = False
         """True if the last cell or request failed."""
+        self._cleanup: tuple[asyncio.TimerHandle, bool] | None = None
+        """The clean-up that is due, and its `keep_cache`."""
 
         self.shell_handlers[REQUEST] = self.on_request
         self.control_handlers[FREE] = self.on_free
@@ -347,20 +352,32 @@ class RankKernel(IPythonKernel):
 
     async def execute_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Run a cell. Once the session has the reply, drop the cell's error and collect garbage."""
+        self._clean_up()
         await super().execute_request(stream, ident, parent)
         try:
             self.requests.context.after_cell()
         except Exception:  # noqa: BLE001  # an app's own code: the rank reports it on stderr and continues
             traceback.print_exc()
-        asyncio.get_running_loop().call_soon(self._clean_up, _read_cell(parent).keep_cache)
+        self._clean_up_soon(keep_cache=_read_cell(parent).keep_cache)
 
-    def _clean_up(self, keep_cache: bool) -> None:
-        # After the reply, as it takes up to a second: `DataLoader` workers that the error kept alive end here.
-        forget_error(self._rank_shell)
+    def _clean_up_soon(self, *, keep_cache: bool) -> None:
+        """Clean up once reply and status have been sent, or when the next cell or request begins if that is earlier.
+
+        It takes up to a second, in which no other thread runs while garbage is collected, nor those that send them.
+        """
+        self._cleanup = asyncio.get_running_loop().call_later(_SENDING_S, self._clean_up), keep_cache
+
+    def _clean_up(self) -> None:
+        if self._cleanup is None:
+            return
+        (timer, keep_cache), self._cleanup = self._cleanup, None
+        timer.cancel()
+        forget_error(self._rank_shell)  # `DataLoader` workers that the error kept alive end here
         release_memory(self.requests.context.device, keep_cache=keep_cache, has_failed=self._has_failed)
 
     async def on_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Serve one of the session's own requests in the main thread, like a cell."""
+        self._clean_up()
         request, scope = read_request(parent["content"])
         self.requests.context.begin(scope)
         self._send_begun()
@@ -370,8 +387,9 @@ class RankKernel(IPythonKernel):
             self.requests.context.end()
         self._has_failed = report.raised is not None
         self._reply(stream, REPLY, report, parent, ident)
-        asyncio.get_running_loop().call_soon(self._clean_up, self.requests.context.start.keep_cache)
+        self._clean_up_soon(keep_cache=self.requests.context.start.keep_cache)
         if isinstance(request, Finish):
+            self.io_loop.add_callback(self._clean_up)
             self.io_loop.add_callback(self.io_loop.stop)
 
     async def on_free(self, stream: Any, ident: Any, parent: Any) -> None:
