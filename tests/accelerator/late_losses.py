@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ddpilot.guard.hook import install
+from ddpilot.guard.probes.data import losses
 from ddpilot.record.journal import read_journal
 
 PROBES = ("ddpilot.guard.probes.data.probe:DataProbe",)
@@ -41,6 +42,29 @@ def noted() -> dict[str, list[list[Any]]]:
     return {
         "bad": [[values["loss"], linecache.getline(__file__, values["site"]["line"]).strip()] for values in bad],
         "checked": [[entry.values["backward"]] for entry in entries if entry.kind == "checked"],
+    }
+
+
+def left_out() -> dict[str, list[int]]:
+    """The backwards of which not all was checked, as more values were in flight than are kept, and those checked."""
+    losses._MAX_PENDING = 2
+    weight = torch.nn.Parameter(torch.ones(2, device="emu"))
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "journal"
+        stop = install(journal, rank=0, probes=PROBES, report=_fail)
+        release = sys.modules["emu_C"].hold_stream(0)
+        for _ in range(4):
+            weight.sum().backward()  # type: ignore[no-untyped-call]
+        release()
+        torch.accelerator.synchronize()
+        weight.sum().backward()  # type: ignore[no-untyped-call]
+        release = sys.modules["emu_C"].hold_stream(0)
+        weight.sum().backward()  # type: ignore[no-untyped-call]
+        stop()
+        release()
+        entries = read_journal(journal).entries
+    return {
+        kind: [entry.values["backward"] for entry in entries if entry.kind == kind] for kind in ("unchecked", "checked")
     }
 
 

@@ -17,6 +17,11 @@ def test_a_loss_that_is_read_late_is_noted_with_the_line_of_its_backward() -> No
     assert found == {"bad": [["nan", "loss.backward()  # the bad one"]], "checked": [[2]]}
 
 
+def test_losses_beyond_those_that_may_be_on_their_way_are_noted_as_left_out() -> None:
+    """And at the end, no backward is noted as the last that was read if a loss is still on its way."""
+    assert call("tests.accelerator.late_losses:left_out", limit_s=100) == {"unchecked": [3, 4], "checked": []}
+
+
 def test_fingerprints_are_those_of_the_cpu_and_nothing_waits_for_them() -> None:
     """Several may be on their way at once; also where the middle of a gradient is 0."""
     found = call("tests.accelerator.fingerprints:compare", limit_s=100)

@@ -353,15 +353,17 @@ class NormsNote(SiteNote):
 
 
 class BackwardNote(TypedDict):
-    """A backward of this process.
+    """A backward of this process, counted from a moment that all ranks share.
 
     Also: the losses and gradients of a device were checked up to this backward, or not all of those of this backward.
     """
 
+    generation: str
+    """The default process group; see `GroupGenerations`."""
     training: int
-    """Counts, from 1, the DDP models that this process has made over the process group of the last one; 0: none yet."""
+    """Number of DDP models of all ranks that this process had made in it before; 0 if none."""
     backward: int
-    """Counts backwards from 1 since the last of these models was made, which all ranks of its group do together."""
+    """Counts backwards from 1 since the last of them was made."""
 
 
 class NotFiniteNote(SiteNote, BackwardNote, BatchKey):

@@ -197,28 +197,25 @@ class Supervisor:
         rank then exits with code 75 after saving, SystemExit(75) is raised. When it returns or raises, all processes of
         the launch have exited.
         """
-        with self._selector:
-            self.watch(self._interrupts.fd, self._interrupts.clear)
-            try:
-                self._start(parcel)
-                self._supervise()
-            except fd_socket.Closed as error:
-                raise self._server_exited() from error
-            finally:
-                self._spawner.close()
-        self._pipes.close()
-        if self._ending is None:
-            self._ending = self._observer.finish(self._pipes.display.note)
-        if self._ending is not None:
-            self._raise()
-        return self._take_parcels()
-
-    def _take_parcels(self) -> list[memoryview]:
-        """Return the parcels, and keep none: this object and the spawner refer to each other until a collection."""
-        parcels = [each.parcel for each in self._ranks if each.parcel is not None]
-        for each in self._ranks:
-            each.parcel = None
-        return parcels
+        try:
+            with self._selector:
+                self.watch(self._interrupts.fd, self._interrupts.clear)
+                try:
+                    self._start(parcel)
+                    self._supervise()
+                except fd_socket.Closed as error:
+                    raise self._server_exited() from error
+                finally:
+                    self._spawner.close()
+            self._pipes.close()
+            if self._ending is None:
+                self._ending = self._observer.finish(self._pipes.display.note)
+            if self._ending is not None:
+                self._raise()
+            return [each.parcel for each in self._ranks if each.parcel is not None]
+        finally:
+            for each in self._ranks:
+                each.parcel = None  # this object and the spawner refer to each other, and last until a collection
 
     def _start(self, parcel: int) -> None:
         self._spawner.attach(self, self._on_event)

@@ -46,10 +46,10 @@ class HostCopy:
 
 
 class HostCopies:
-    """Copies accelerator tensors into pinned memory, which is reused."""
+    """Copies accelerator tensors into pinned memory; that of at most `max_free` copies is kept and reused."""
 
-    def __init__(self) -> None:
-        self._free: deque[HostCopy] = deque(maxlen=_MAX_FREE)
+    def __init__(self, *, max_free: int = _MAX_FREE) -> None:
+        self._free: deque[HostCopy] = deque(maxlen=max_free)
 
     def begin(self, tensor: Tensor) -> HostCopy | None:
         """Enqueue a copy of `tensor` on the current stream of its device, without waiting.

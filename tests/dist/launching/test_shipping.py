@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,14 @@ def test_launch_returns_300_mb_lazily_and_equal() -> None:
     assert torch.equal(value["big"][:-5], torch.arange(74_999_995, dtype=torch.int32))
 
 
+def fail_on_rank_1() -> torch.Tensor:
+    """Rank 0 returns, rank 1 raises after it."""
+    if os.environ["RANK"] == "1":
+        time.sleep(0.3)
+        raise ValueError("no")
+    return torch.ones(1000)
+
+
 def test_memory_of_a_result_is_free_once_it_is_no_longer_used() -> None:
     """Not only when Python next collects cycles: a loop of launches would hold several results of 500 MB."""
 
@@ -229,6 +238,9 @@ def test_memory_of_a_result_is_free_once_it_is_no_longer_used() -> None:
         result = QUIET.run(torch.ones, 1000)[1]
         assert num_mapped() == before + 1
         del result
+        assert num_mapped() == before
+        with pytest.raises(RankError):
+            QUIET.run(fail_on_rank_1)
         assert num_mapped() == before
     finally:
         gc.enable()

@@ -98,6 +98,24 @@ def test_a_cell_that_cannot_run_is_an_error_and_the_next_one_runs(
     assert view.results() == {0: "'still here'", 1: "'still here'"}
 
 
+FAILING_CLEAN_UP = """
+import ddpilot.session.rank.kernel as kernel
+release = kernel.release_memory
+def fail(*_, **__):
+    kernel.release_memory = release
+    raise ValueError('the device has failed')
+kernel.release_memory = fail
+"""
+
+
+def test_an_error_of_the_clean_up_between_cells_keeps_no_cell_from_running(lent: Start, view: Kept) -> None:
+    """The clean-up is due when the next cell comes, if that comes at once."""
+    session = lent(1)
+    session.execute(FAILING_CLEAN_UP)
+    session.execute("print('next', kernel.release_memory is release)")
+    assert "next True\n" in view.texts[0]
+
+
 def test_exit_and_quit_end_no_rank(lent: Start, view: Kept) -> None:
     """They show how to stop the ranks."""
     session = lent(2)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
@@ -27,6 +28,39 @@ _Key = tuple[int, int]
 """Training and backward of a note."""
 
 
+class _Checks:
+    """What one rank has checked in one generation of its default process group."""
+
+    def __init__(self, generation: str) -> None:
+        self.generation = generation
+        self.not_finite: BoundedDict[_Key, NotFiniteNote] = BoundedDict(_MAX_BACKWARDS)
+        self._last: _Key = (0, 0)  # up to which all values of a device were read, but for those of `_unchecked`
+        self._unchecked: BoundedDict[_Key, None] = BoundedDict(_MAX_BACKWARDS)
+
+    def add(self, kind: str, note: Any) -> None:
+        training, backward = key = _key_of(note)
+        if kind == "unchecked":
+            self._unchecked[key] = None
+            return
+        self._last = key if kind == "checked" else (training, backward - 1)  # values are read in their order
+        if kind == "not_finite":
+            self.not_finite[key] = note
+
+    def first_of_step(self, last: _Key) -> _Key:
+        """Return the first of the consecutive backwards up to `last`, which belong to one accumulated step."""
+        training, backward = last
+        while (training, backward - 1) in self.not_finite:
+            backward -= 1
+        return training, backward
+
+    def are_known(self, begun: _Key, last: _Key) -> bool:
+        """True if all values of the backwards from `begun` to `last` were read."""
+        if len(self._unchecked) == _MAX_BACKWARDS and begun < next(iter(self._unchecked)):
+            return False
+        is_read = self._last >= last or last in self.not_finite
+        return is_read and not any(begun <= one <= last for one in self._unchecked)
+
+
 class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
     """Reports where non-finite values began, once an optimizer step has written them into finite weights.
 
@@ -40,28 +74,21 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._seen: dict[int, BoundedDict[_Key, NotFiniteNote]] = {}
-        self._checked: dict[int, _Key] = {}  # by rank, the last backward up to which all values on a device were read
-        self._unchecked: dict[int, BoundedDict[_Key, None]] = {}
+        self._by_rank: dict[int, _Checks] = {}
         self._num_noted: dict[int, int] = {}
         self._num_found = 0
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note = entry.values
-        training, backward = key = _key_of(note)
-        if entry.kind == "unchecked":
-            self._unchecked.setdefault(rank, BoundedDict(_MAX_BACKWARDS))[key] = None
-        elif entry.kind == "checked":
-            self._checked[rank] = key
-        else:
-            self._checked[rank] = training, backward - 1  # values are read in their order
-        if entry.kind == "not_finite":
-            self._seen.setdefault(rank, BoundedDict(_MAX_BACKWARDS))[key] = note
-        elif entry.kind == "spoiled":
+        checks = self._by_rank.get(rank)
+        if checks is None or checks.generation != note["generation"]:
+            checks = self._by_rank[rank] = _Checks(note["generation"])
+        checks.add(entry.kind, note)
+        if entry.kind == "spoiled":
             # A rank may have missed an earlier one, if it stopped before its own loss was not finite.
             number = max(self._num_noted.get(rank, 0), self._num_found)
             self._num_noted[rank] = number + 1
-            self._wait(number, rank, (number, note), entry.time_ns)
+            self._wait(number, rank, (number, entry.values), entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, tuple[int, SpoiledNote]]) -> Finding:
@@ -69,17 +96,21 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
         self._num_found = max(self._num_found, 1 + number)
         # A rank whose own loss was finite notices it only in its next backward.
         last = min(_key_of(note) for _, note in by_rank.values())
-        is_counted_alike = all(note["training"] == last[0] for _, note in by_rank.values())
-        seen = self._seen.items() if is_counted_alike else ()
-        firsts = {rank: _first_of_step(mine, last) for rank, mine in seen if last in mine}
+        are_counted_alike = all(note["generation"] == spoiled["generation"] for _, note in by_rank.values())
+        known = {
+            rank: checks
+            for rank, checks in self._by_rank.items()
+            if are_counted_alike and checks.generation == spoiled["generation"]
+        }
+        firsts = {rank: checks.first_of_step(last) for rank, checks in known.items() if last in checks.not_finite}
         begun = min(firsts.values(), default=last)
-        origins = {rank: self._seen[rank][begun] for rank, at in sorted(firsts.items()) if at == begun}
-        members = self._members(note for _, note in by_rank.values()) if is_counted_alike else ()
-        unknown = [rank for rank in members if rank not in firsts and not self._has_checked(rank, begun, last)]
+        origins = {rank: known[rank].not_finite[begun] for rank, at in sorted(firsts.items()) if at == begun}
+        members = self._members(note for _, note in by_rank.values()) if are_counted_alike else []
+        unknown = [rank for rank in members if rank not in known or not known[rank].are_known(begun, last)]
         evidence = [_describe(rank, note) for rank, note in list(origins.items())[:8]]
         others = [rank for rank in by_rank if rank not in origins]
-        if not is_counted_alike:
-            evidence.append("where it began is not known: the ranks made different numbers of DDP models before")
+        if not are_counted_alike:
+            evidence.append("where it began is not known: the process group changed before all ranks noticed")
         if unknown:
             evidence.append(f"values of {render_ranks(unknown)} are missing; it may have begun there earlier")
         elif others and origins:
@@ -97,11 +128,6 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
             evidence=tuple(evidence),
         )
 
-    def _has_checked(self, rank: int, begun: _Key, last: _Key) -> bool:
-        """True if `rank` has read all values of the backwards from `begun` to `last`."""
-        is_complete = not any(begun <= one <= last for one in self._unchecked.get(rank, ()))
-        return is_complete and self._checked.get(rank, (0, 0)) >= last
-
     def _members(self, notes: Iterable[SpoiledNote]) -> list[int]:
         """Return the ranks that train the same model on a device, of which a rank reads the values when they arrive."""
         groups = {note["group"] for note in notes if note["device"] != "cpu"}
@@ -110,14 +136,6 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
 
 def _key_of(note: BackwardNote) -> _Key:
     return note["training"], note["backward"]
-
-
-def _first_of_step(mine: Mapping[_Key, NotFiniteNote], last: _Key) -> _Key:
-    """Return the first of the consecutive backwards up to `last`, which belong to one accumulated step."""
-    training, backward = last
-    while (training, backward - 1) in mine:
-        backward -= 1
-    return training, backward
 
 
 def _describe(rank: int, note: NotFiniteNote) -> str:

@@ -372,8 +372,11 @@ class RankKernel(IPythonKernel):
             return
         (timer, keep_cache), self._cleanup = self._cleanup, None
         timer.cancel()
-        forget_error(self._rank_shell)  # `DataLoader` workers that the error kept alive end here
-        release_memory(self.requests.context.device, keep_cache=keep_cache, has_failed=self._has_failed)
+        try:
+            forget_error(self._rank_shell)  # `DataLoader` workers that the error kept alive end here
+            release_memory(self.requests.context.device, keep_cache=keep_cache, has_failed=self._has_failed)
+        except Exception:  # noqa: BLE001  # such as a device that has failed: the next cell runs, and says so
+            traceback.print_exc()
 
     async def on_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Serve one of the session's own requests in the main thread, like a cell."""

@@ -86,21 +86,26 @@ def test_batch_norm_is_told_below_16_samples(rows: list[int], is_told: bool) -> 
     assert bool(judge(SmallBatchNorm, notes)) == is_told
 
 
-def bad(rank: int, backward: int, loss: str = "nan", training: int = 1) -> Note:
+def at(backward: int, training: int = 1, generation: str = "a") -> dict[str, Any]:
+    """The fields of a backward."""
+    return {"generation": generation, "training": training, "backward": backward}
+
+
+def bad(rank: int, backward: int, loss: str = "nan", **when: Any) -> Note:
     """Loss, or with an empty one the gradient, of `rank` is not finite."""
     where = {"loader": 1, "pass": 2, "batch": 7, "indices": [3, 4]}
-    return (rank, "not_finite", {"training": training, "backward": backward, "loss": loss, "site": SITE, **where})
+    return (rank, "not_finite", {**at(backward, **when), "loss": loss, "site": SITE, **where})
 
 
-def spoiled(rank: int, backward: int, device: str = "cpu", group: str = "world", training: int = 1) -> Note:
+def spoiled(rank: int, backward: int, device: str = "cpu", group: str = "world", **when: Any) -> Note:
     """The step after `backward` made weights of `rank` non-finite."""
     where = {"device": device, "group": group, "site": SITE}
-    return (rank, "spoiled", {"training": training, "backward": backward, "parameters": ["0.weight"], **where})
+    return (rank, "spoiled", {**at(backward, **when), "parameters": ["0.weight"], **where})
 
 
-def read(rank: int, kind: str, backward: int) -> Note:
+def read(rank: int, kind: str, backward: int, **when: Any) -> Note:
     """What `rank` has "checked", or left "unchecked"."""
-    return (rank, kind, {"training": 1, "backward": backward})
+    return (rank, kind, at(backward, **when))
 
 
 def test_what_is_not_finite_is_told_of_the_rank_that_was_first() -> None:
@@ -150,13 +155,42 @@ def test_a_rank_that_made_no_weights_non_finite_is_known_to_be_later(notes: list
         assert ("values of rank 1 are missing; it may have begun there earlier" in finding.evidence) == (not is_known)
 
 
-def test_no_rank_is_told_to_be_the_first_if_the_ranks_count_differently() -> None:
-    """Rank 1 was started again, and counts the models that it makes from 1."""
-    notes = [bad(0, 6, training=2), spoiled(0, 6, training=2), bad(1, 7), spoiled(1, 7)]
+def test_no_rank_is_the_only_first_if_another_left_out_that_backward() -> None:
+    """Also if the latter noted the next backward, which belongs to the same step."""
+    notes = [bad(0, 6), bad(0, 7), spoiled(0, 7, "cuda"), read(1, "unchecked", 6), bad(1, 7), spoiled(1, 7, "cuda")]
+    (finding,) = judge(NotFinite, notes)
+    assert "it began" not in finding.summary
+    many = [read(1, "unchecked", number) for number in range(6, 200)]
+    (finding,) = judge(NotFinite, [bad(0, 6), spoiled(0, 6, "cuda"), *many, bad(1, 200)])
+    assert "it began" not in finding.summary
+
+
+def test_the_first_rank_is_told_if_others_notice_it_with_the_next_model() -> None:
+    """A model that is wrapped anew for each epoch, in the last step of one."""
+    (finding,) = judge(NotFinite, [bad(0, 100), spoiled(0, 100), bad(1, 1, training=2), spoiled(1, 1, training=2)])
+    assert finding.ranks == (0,)
+    assert "since backward 100; it began on rank 0" in finding.summary
+
+
+def test_no_rank_is_told_to_be_the_first_if_the_process_group_changed() -> None:
+    """Rank 1 was started again; what it, or its predecessor, noted before is not compared."""
+    notes = [bad(0, 6), spoiled(0, 6), bad(1, 7, generation="b"), spoiled(1, 7, generation="b")]
     (finding,) = judge(NotFinite, notes)
     assert finding.ranks == (0, 1)
     assert "it began" not in finding.summary
     assert "where it began is not known" in finding.evidence[0]
+
+
+@pytest.mark.parametrize("restarted", [(0, 1), (0,)])
+def test_what_was_noted_before_the_process_group_changed_is_not_taken_for_now(restarted: tuple[int, ...]) -> None:
+    """The same backward was not finite on rank 1 then, and rank 1 had read more than now."""
+    before = [bad(1, 6), read(0, "checked", 50), read(1, "checked", 50)]
+    now = [bad(0, 6, generation="b"), spoiled(0, 6, "cuda", generation="b")]
+    reached = [read(1, "checked", 5, generation="b")] * (1 in restarted)
+    (finding,) = judge(NotFinite, [*before, *now, *reached])
+    assert finding.ranks == (0,)
+    assert "it began" not in finding.summary
+    assert "values of rank 1 are missing; it may have begun there earlier" in finding.evidence
 
 
 def test_values_are_missing_of_a_rank_in_any_of_the_groups() -> None:

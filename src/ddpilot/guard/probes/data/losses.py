@@ -6,7 +6,7 @@ from __future__ import annotations
 import cmath
 import contextlib
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +19,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ddpilot.guard.notes import BackwardNote, BatchKey, NotFiniteNote, Site, SpoiledNote
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import LoadedBatch, Position
-from ddpilot.guard.probes.process_groups import describe_group
+from ddpilot.guard.probes.process_groups import GroupGenerations, find_world
 from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.record.accelerator import HostCopies, HostCopy, is_capturing
 
 _NUM_CANDIDATES = 8
 _MAX_NOTED = 64
 _MAX_NAMED = 20
-_MAX_PENDING = 1024
-"""CUDA has the host wait once about 1024 launches are queued, and each value takes more than one."""
+_MAX_PENDING = 256
+"""CUDA has the host wait once about 1024 launches are queued; a step takes far more than 8, and has two values."""
 _MAX_GRADIENTS = 64
 _MAX_KEPT = 1 << 16
 """Maximum number of elements of a gradient that is kept until it is checked: holding a reference makes torch copy
@@ -55,20 +55,20 @@ class _Backward:
 class LossObserver:
     """The part of the data probe that looks for non-finite values.
 
-    Values on a device are checked without waiting, in a later step or when the probe stops. At most 1024 are in
+    Values on a device are checked without waiting, in a later step or when the probe stops. At most 256 are in
     flight; further ones are not checked, which is noted.
     """
 
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
         self._position = position
-        self._num_models: Counter[str] = Counter()  # models made, by process group
-        self._training = 0  # number of the last model among those of its group
-        self._number = 0  # number of this backward since that model was made
+        self._generations = GroupGenerations()
+        self._training = 0  # number of models of all ranks made in this generation
+        self._number = 0  # number of this backward since the last of them was made
         self._used: LoadedBatch | None = None
         self._backward: _Backward | None = None  # created on demand, which is rare on the CPU
         self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
-        self._copies = HostCopies()
+        self._copies = HostCopies(max_free=_MAX_PENDING)
         self._pending: deque[tuple[HostCopy, _Backward, str]] = deque()
         self._num_noted = 0
         self._has_device_model = self._has_device_values = False
@@ -84,7 +84,7 @@ class LossObserver:
         return [
             handle.remove,
             around(torch.autograd, "backward", before=self._begins, after=self._poll),
-            around(DistributedDataParallel, "__init__", before=self._poll, returned=self._made),
+            around(DistributedDataParallel, "__init__", returned=self._made),
             self._let_go,
             self._notes.safely(self._read_last),  # runs first: the list is called from its end
         ]
@@ -102,9 +102,10 @@ class LossObserver:
     def _made(self, _: Any, __: Any, model: Any, *___: Any, **____: Any) -> None:
         """Check one gradient of `model` before it is reduced: an early layer's, which non-finite values reach."""
         self._is_spoiled = False  # a new training
-        group = describe_group(model.process_group)
-        self._num_models[group] += 1
-        self._training, self._number = self._num_models[group], 0
+        self._poll()
+        if model.process_group is find_world():
+            self._begin_count()
+            self._training, self._number = self._training + 1, 0
         ignored = model.parameters_to_ignore
         candidates = [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
         if not candidates:
@@ -124,6 +125,7 @@ class LossObserver:
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         if self._gradients or self._pending:
             self._poll()
+        self._begin_count()
         self._number += 1
         self._used, self._backward = self._position.used, None
         if self._has_device_model:  # the engine's thread computes the gradients, with no line of the user on its stack
@@ -136,11 +138,18 @@ class LossObserver:
                 elif not math.isfinite(value := loss.item()):
                     self._note(value, self._present(), "loss")
 
+    def _begin_count(self) -> None:
+        """Count from 0 if the default process group has changed, as all of its ranks do."""
+        if self._generations.has_changed():
+            self._training = self._number = 0
+
     def _see_gradient(self, gradients: Iterable[torch.Tensor | None]) -> None:
         for gradient in gradients:
             if gradient is not None and gradient.layout is torch.strided:
                 if not gradient.is_cpu:
-                    if not is_capturing():  # the sum would become part of the user's graph
+                    if len(self._pending) >= _MAX_PENDING:
+                        self._skip(self._present())
+                    elif not is_capturing():  # the sum would become part of the user's graph
                         self._look(gradient.sum(), "gradient")
                 elif not _is_finite(gradient):
                     self._note(math.nan, self._present(), "gradient")
@@ -175,10 +184,11 @@ class LossObserver:
         return self._backward
 
     def _present_number(self) -> BackwardNote:
-        return {"training": self._training, "backward": self._number}
+        return {"generation": self._generations.name, "training": self._training, "backward": self._number}
 
     def _note(self, value: float, backward: _Backward, what: str) -> None:
-        self._suspected = backward.number
+        if self._suspected is None or self._num_noted < _MAX_NOTED:
+            self._suspected = backward.number
         if self._is_spoiled or self._num_noted >= _MAX_NOTED or backward.is_noted:
             return
         backward.is_noted = True
