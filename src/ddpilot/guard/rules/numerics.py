@@ -23,6 +23,7 @@ from ddpilot.guard.rules.rule import (
 from ddpilot.record.journal import Entry
 
 _MAX_BACKWARDS = 64
+_MAX_GENERATIONS = 4
 
 _Key = tuple[int, int]
 """Training and backward of a note."""
@@ -31,8 +32,7 @@ _Key = tuple[int, int]
 class _Checks:
     """What one rank has checked in one generation of its default process group."""
 
-    def __init__(self, generation: str) -> None:
-        self.generation = generation
+    def __init__(self) -> None:
         self.not_finite: BoundedDict[_Key, NotFiniteNote] = BoundedDict(_MAX_BACKWARDS)
         self._last: _Key = (0, 0)  # up to which all values of a device were read, but for those of `_unchecked`
         self._unchecked: BoundedDict[_Key, None] = BoundedDict(_MAX_BACKWARDS)
@@ -58,7 +58,7 @@ class _Checks:
         if len(self._unchecked) == _MAX_BACKWARDS and begun < next(iter(self._unchecked)):
             return False
         is_read = self._last >= last or last in self.not_finite
-        return is_read and not any(begun <= one <= last for one in self._unchecked)
+        return is_read and not any(begun <= one <= last and one not in self.not_finite for one in self._unchecked)
 
 
 class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
@@ -74,16 +74,15 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._by_rank: dict[int, _Checks] = {}
+        self._by_rank: dict[int, BoundedDict[str, _Checks]] = {}
+        """By rank and generation of its default process group."""
         self._num_noted: dict[int, int] = {}
         self._num_found = 0
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note = entry.values
-        checks = self._by_rank.get(rank)
-        if checks is None or checks.generation != note["generation"]:
-            checks = self._by_rank[rank] = _Checks(note["generation"])
-        checks.add(entry.kind, note)
+        generations = self._by_rank.setdefault(rank, BoundedDict(_MAX_GENERATIONS))
+        generations.setdefault(note["generation"], _Checks()).add(entry.kind, note)
         if entry.kind == "spoiled":
             # A rank may have missed an earlier one, if it stopped before its own loss was not finite.
             number = max(self._num_noted.get(rank, 0), self._num_found)
@@ -96,12 +95,10 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
         self._num_found = max(self._num_found, 1 + number)
         # A rank whose own loss was finite notices it only in its next backward.
         last = min(_key_of(note) for _, note in by_rank.values())
-        are_counted_alike = all(note["generation"] == spoiled["generation"] for _, note in by_rank.values())
-        known = {
-            rank: checks
-            for rank, checks in self._by_rank.items()
-            if are_counted_alike and checks.generation == spoiled["generation"]
-        }
+        generation = spoiled["generation"]
+        are_counted_alike = all(note["generation"] == generation for _, note in by_rank.values())
+        generations = self._by_rank.items() if are_counted_alike else ()
+        known = {rank: checks[generation] for rank, checks in generations if generation in checks}
         firsts = {rank: checks.first_of_step(last) for rank, checks in known.items() if last in checks.not_finite}
         begun = min(firsts.values(), default=last)
         origins = {rank: known[rank].not_finite[begun] for rank, at in sorted(firsts.items()) if at == begun}

@@ -165,6 +165,22 @@ def test_no_rank_is_the_only_first_if_another_left_out_that_backward() -> None:
     assert "it began" not in finding.summary
 
 
+def test_the_first_rank_is_told_if_a_value_of_the_same_backward_was_left_out() -> None:
+    """Its loss was read, its gradient was not."""
+    (finding,) = judge(NotFinite, [read(0, "unchecked", 6), bad(0, 6), spoiled(0, 6, "cuda"), read(1, "checked", 6)])
+    assert "it began on rank 0" in finding.summary
+
+
+def test_the_first_rank_is_told_if_its_entries_of_the_next_process_group_are_read_before_those_of_others() -> None:
+    """As all entries of a rank are, when a past job is read."""
+    rule = NotFinite(RuleContext(world_size=2, log=no_log, sources=dict))
+    for rank, first in ((0, 6), (1, 7)):
+        for _, kind, values in (bad(rank, first), spoiled(rank, first), read(rank, "checked", 3, generation="b")):
+            rule.feed(rank, make_entry(kind, values, SECOND))
+    (finding,) = rule.look(10 * SECOND)
+    assert "since backward 6; it began on rank 0" in finding.summary
+
+
 def test_the_first_rank_is_told_if_others_notice_it_with_the_next_model() -> None:
     """A model that is wrapped anew for each epoch, in the last step of one."""
     (finding,) = judge(NotFinite, [bad(0, 100), spoiled(0, 100), bad(1, 1, training=2), spoiled(1, 1, training=2)])

@@ -101,10 +101,12 @@ class LossObserver:
 
     def _made(self, _: Any, __: Any, model: Any, *___: Any, **____: Any) -> None:
         """Check one gradient of `model` before it is reduced: an early layer's, which non-finite values reach."""
-        self._is_spoiled = False  # a new training
         self._poll()
-        if model.process_group is find_world():
-            self._begin_count()
+        if self._is_spoiled:  # as may be what was read now; the weights of the new training are others
+            self._is_spoiled, self._suspected = False, None
+        self._num_noted = 0
+        self._begin_count()
+        if find_world() is not None and model.process_group.size() == find_world().size():
             self._training, self._number = self._training + 1, 0
         ignored = model.parameters_to_ignore
         candidates = [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
