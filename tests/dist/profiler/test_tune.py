@@ -70,9 +70,9 @@ def test_a_trial_overrides_what_the_script_passes() -> None:
 
 
 def test_an_option_that_does_not_work_has_its_error() -> None:
-    """A parameter is unused; the script has a hook of its own."""
+    """A parameter is unused, which guard may name before torch raises; the script has a hook of its own."""
     error = find_error(Trial(num_updates=NUM_UPDATES, ddp={"find_unused_parameters": False}))
-    assert "Expected to have finished reduction" in error
+    assert "Expected to have finished reduction" in error or "unused.weight" in error
     error = find_error(Trial(num_updates=NUM_UPDATES, compression="fp16"))
     assert "register_comm_hook" in error
 
