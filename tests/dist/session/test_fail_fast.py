@@ -124,9 +124,9 @@ def test_a_failure_before_any_collective_leaves_the_group_alone(start: Start, vi
     [
         "if rank: time.sleep(0.4)\nno_such_name",
         "if rank == 0: raise ValueError('only here')\nwhile True: pass",
-        "for _ in range(3): dist.all_reduce(torch.ones(1), group=pair)\nno_such_name",
+        "for _ in range(3): dist.all_reduce(torch.ones(1), group=pair)\nif rank: time.sleep(0.4)\nno_such_name",
     ],
-    ids=["far apart", "one rank computes on", "after collectives of all"],
+    ids=["far apart", "one rank computes on", "far apart after collectives of all"],
 )
 def test_a_plain_error_leaves_the_group_alone_while_no_rank_is_in_a_collective(
     start: Start, view: Kept, failing: str

@@ -53,6 +53,8 @@ class StopSteps:
         self._is_waiting = False
         """True while waiting for ranks that cannot be interrupted."""
         self._wait_until_s = float("inf")
+        self._level_until_s = 0.0
+        """Until then, ranks that are level are not freed."""
         self._is_settled = False
         """True if the group was freed, or found to be intact."""
 
@@ -82,6 +84,7 @@ class StopSteps:
     def begin_after_failure(self, now: float) -> None:
         """Start the steps that follow the failure of a rank, which ends the cell on all ranks."""
         self._wait_until_s = now + _WAIT_LIMIT_S
+        self._level_until_s = now + _INTERRUPT_AFTER_FAILURE_S
         self._steps.start(
             (now + _FREE_AFTER_FAILURE_S, self._free_if_needed),
             (now + _INTERRUPT_AFTER_FAILURE_S, self._interrupt_others),
@@ -187,8 +190,12 @@ class StopSteps:
 
     def _has_begun_one(self, rank: int) -> bool:
         """True if the rank has begun a collective in this cell, or if that is unknown."""
-        before = self._outcome.parts[rank].num_before
-        return before is None or count_begun(ring_path(self._kernels.ring_folder, rank)) != before
+        return self._num_begun(rank) != 0
+
+    def _num_begun(self, rank: int) -> int | None:
+        """Return the number of collectives that a rank has begun in this cell; None if that is unknown."""
+        before, now = self._outcome.parts[rank].num_before, count_begun(ring_path(self._kernels.ring_folder, rank))
+        return None if before is None or now is None else now - before
 
     def free(self) -> None:
         """Free all live ranks, which leave their groups."""
@@ -210,10 +217,25 @@ class StopSteps:
         """Free all ranks once the group has to be rebuilt anyway; until then check again later."""
         if self._is_settled or not self._outcome.busy:
             return
-        if self._needs_rebuild():
+        if self._needs_rebuild() and not (now < self._level_until_s and self._are_level()):
             self.free()
         else:
             self._steps.add(now + _CHECK_AGAIN_S, self._free_if_needed)
+
+    def _are_level(self) -> bool:
+        """True if all ranks have begun equally many collectives, so that the busy ones may be about to fail alike.
+
+        On a busy machine, ranks that raise the same error report it at different times.
+        """
+        parts = self._outcome.parts
+        reports = [part.report for part in parts.values() if part.report is not None]
+        counts = {report.num_collectives for report in reports}
+        counts |= {self._num_begun(part.rank) for part in parts.values() if part.report is None}
+        are_plain = all(
+            report.has_group and not report.in_backward and report.raised is not None and not report.raised.is_victim
+            for report in reports
+        )
+        return not self._kernels.states.dead and are_plain and len(counts) == 1 and None not in counts
 
     def _free_in_group(self, _now: float) -> None:
         """Free all ranks if one waits for others without having begun a collective, as in `new_group`."""
