@@ -223,7 +223,7 @@ class StopSteps:
             self._steps.add(now + _CHECK_AGAIN_S, self._free_if_needed)
 
     def _are_level(self) -> bool:
-        """True if all ranks have begun equally many collectives, so that the busy ones may be about to fail alike.
+        """True if ranks raised, and all have begun equally many collectives: the busy ones may be about to fail alike.
 
         On a busy machine, ranks that raise the same error report it at different times.
         """
@@ -235,7 +235,7 @@ class StopSteps:
             report.has_group and not report.in_backward and report.raised is not None and not report.raised.is_victim
             for report in reports
         )
-        return not self._kernels.states.dead and are_plain and len(counts) == 1 and None not in counts
+        return bool(reports) and are_plain and len(counts) == 1 and None not in counts and not self._kernels.states.dead
 
     def _free_in_group(self, _now: float) -> None:
         """Free all ranks if one waits for others without having begun a collective, as in `new_group`."""
