@@ -30,7 +30,7 @@ _Key = tuple[int, int]
 
 
 class _Checks:
-    """What one rank has checked in one generation of its default process group."""
+    """Notes of one rank on its backwards, in one generation of its default process group."""
 
     def __init__(self) -> None:
         self.not_finite: BoundedDict[_Key, NotFiniteNote] = BoundedDict(_MAX_BACKWARDS)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one cell on all ranks until it has ended; afterwards restart dead ranks. Imports `kernels` and below."""
+"""Run one cell or request until it has ended on all ranks, then restart dead ranks. Imports `kernels` and below."""

@@ -149,19 +149,19 @@ class LossObserver:
         for gradient in gradients:
             if gradient is not None and gradient.layout is torch.strided:
                 if not gradient.is_cpu:
-                    if len(self._pending) >= _MAX_PENDING:
-                        self._skip(self._present())
-                    elif not is_capturing():  # the sum would become part of the user's graph
-                        self._look(gradient.sum(), "gradient")
+                    self._look(gradient, "gradient")
                 elif not _is_finite(gradient):
                     self._note(math.nan, self._present(), "gradient")
 
-    def _look(self, value: torch.Tensor, what: str) -> None:
+    def _look(self, tensor: torch.Tensor, what: str) -> None:
+        """Begin to copy the sum of `tensor`, on a device, to the host."""
         self._has_device_values = True
         if len(self._pending) >= _MAX_PENDING:
             self._skip(self._present())
-        elif (copy := self._copies.begin(value)) is not None:
-            self._pending.append((copy, self._present(), what))
+        elif not is_capturing():  # the sum would become part of the user's graph
+            copy = self._copies.begin(tensor if tensor.numel() == 1 else tensor.sum())
+            if copy is not None:
+                self._pending.append((copy, self._present(), what))
 
     def _skip(self, backward: _Backward) -> None:
         """Note that a value of `backward` is not checked."""
